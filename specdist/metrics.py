@@ -1,0 +1,125 @@
+"""Owns the acceptance mathematics on counters: ratios of sums, bootstrap intervals over prompts, the speed model.
+
+Pure functions of plain numbers (numpy only), so that training, evaluation, report and gate mean the same by a word.
+The unit of statistics is the prompt: tokens of one text are not independent, prompts are.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdist.schema import AcceptanceResult, AcceptanceSummary, PromptCounts
+
+BOOTSTRAP_DRAWS = 10_000
+_BLOCK = 1_000  # draws per matrix product: bounds memory at block × prompts
+
+
+def mean_accepted_length(num_accepted_tokens: float, num_drafts: float) -> float:
+    """τ = 1 + accepted / drafts: tokens per target step, bonus token included (vLLM's "mean acceptance length").
+
+    Raises ValueError where nothing was drafted: an empty measurement has no mean.
+    """
+    if not num_drafts > 0:
+        raise ValueError(f"num_drafts {num_drafts}: a mean accepted length needs at least one verify step")
+    return 1.0 + num_accepted_tokens / num_drafts
+
+
+def independent_mean_accepted_length(acceptance_rate: float, num_speculative_tokens: int) -> float:
+    """τ = (1 − α^(γ+1)) / (1 − α) for independent acceptances of rate α (Leviathan et al. 2023, eq. 1)."""
+    if acceptance_rate == 1.0:
+        return num_speculative_tokens + 1.0
+    return (1.0 - acceptance_rate ** (num_speculative_tokens + 1)) / (1.0 - acceptance_rate)
+
+
+def predicted_speedup(
+    mean_accepted_length: float, num_speculative_tokens: int, draft_cost_ratio: float, verify_cost_ratio: float = 1.0
+) -> float:
+    """τ / (γc + v): c = cost of drafting one token, v = cost of verifying a block, both in target steps.
+
+    Leviathan et al. 2023, theorem 3.8, with the verify step's measured cost in place of 1.
+    """
+    return mean_accepted_length / (num_speculative_tokens * draft_cost_ratio + verify_cost_ratio)
+
+
+def _resampled_sums(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
+    """Sums of `values` [prompts, columns] over `draws` resamplings of the prompts with replacement: [draws, columns]."""
+    generator = np.random.default_rng(seed)
+    count = len(values)
+    blocks = []
+    for start in range(0, draws, _BLOCK):
+        weights = generator.multinomial(count, np.full(count, 1.0 / count), size=min(_BLOCK, draws - start))
+        blocks.append(weights @ values)
+    return np.concatenate(blocks)
+
+
+def _counter_matrix(prompts: Sequence[PromptCounts]) -> np.ndarray:
+    return np.array([[p.num_accepted_tokens, p.num_drafts] for p in prompts], dtype=np.float64)  # [prompts, 2]
+
+
+def bootstrap_lengths(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> np.ndarray:
+    """τ of each bootstrap resampling of `prompts`: [draws]."""
+    sums = _resampled_sums(_counter_matrix(prompts), draws, seed)
+    return 1.0 + sums[:, 0] / sums[:, 1]
+
+
+def bootstrap_length_ratios(
+    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """τ(candidate) / τ(other) of paired resamplings: both sides get the same prompts each time. [draws]
+
+    Raises ValueError unless both hold the same prompts in the same order.
+    """
+    if [p.prompt_id for p in candidate] != [p.prompt_id for p in other]:
+        raise ValueError("a paired bootstrap needs the same prompts in the same order on both sides")
+    sums = _resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)
+    return (1.0 + sums[:, 0] / sums[:, 1]) / (1.0 + sums[:, 2] / sums[:, 3])
+
+
+def interval(samples: np.ndarray, confidence: float = 0.95) -> list[float]:
+    """Percentile interval of bootstrap `samples`: [low, high]."""
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(samples, [tail, 1.0 - tail])
+    return [float(low), float(high)]
+
+
+def summarize(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> AcceptanceSummary:
+    """Sum the counters of `prompts` and form the ratios. Raises ValueError on no prompts or no drafts."""
+    if not prompts:
+        raise ValueError("no prompts to summarise")
+    drafts = sum(p.num_drafts for p in prompts)
+    drafted = sum(p.num_draft_tokens for p in prompts)
+    accepted = sum(p.num_accepted_tokens for p in prompts)
+    positions = range(max(len(p.accepted_at_position) for p in prompts))
+    at_position = [sum(p.accepted_at_position[i] for p in prompts) for i in positions]
+    return AcceptanceSummary(
+        num_prompts=len(prompts),
+        num_drafts=drafts,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        acceptance_rate=accepted / drafted if drafted else 0.0,
+        mean_accepted_length=mean_accepted_length(accepted, drafts),
+        mean_accepted_length_interval=interval(bootstrap_lengths(prompts, draws=draws, seed=seed)),
+        acceptance_at_position=[value / drafts for value in at_position],
+    )
+
+
+def acceptance_result(
+    prompts: Sequence[PromptCounts],
+    *,
+    setting: str,
+    temperature: float,
+    draft_sample_method: str,
+    num_speculative_tokens: int,
+    draws: int = 2_000,
+) -> AcceptanceResult:
+    """Summaries in total and by domain of one setting's counters."""
+    domains = sorted({p.domain for p in prompts})
+    return AcceptanceResult(
+        setting=setting,
+        temperature=temperature,
+        draft_sample_method=draft_sample_method,
+        num_speculative_tokens=num_speculative_tokens,
+        prompts=list(prompts),
+        summary=summarize(prompts, draws=draws),
+        domains={d: summarize([p for p in prompts if p.domain == d], draws=draws) for d in domains},
+    )

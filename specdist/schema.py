@@ -1,0 +1,346 @@
+"""Owns the records that cross a stage boundary: frozen dataclasses of plain values, their JSON form and its version.
+
+No tensors and no I/O. `to_json` and `from_json` are strict inverses: a missing or an unknown key is an ArtifactError.
+The words are those of README.md, section "What the numbers mean".
+"""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from specdist.errors import ArtifactError, ConfigError
+
+SCHEMA_VERSION = 1
+VERDICTS = ("promote", "hold", "reject")
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """Turn a JSON `value` into the annotated type `kind`, or raise ArtifactError naming `where`."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _decode(next(arg for arg in args if arg is not type(None)), value, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_record(kind, value, where)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise ArtifactError(f"{where}: expected a list, got {type(value).__name__}")
+        items = [_decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ArtifactError(f"{where}: expected a mapping, got {type(value).__name__}")
+        return {key: _decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is not Any and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        raise ArtifactError(f"{where}: expected {kind.__name__}, got {type(value).__name__} ({value!r})")
+    return value
+
+
+def _decode_record(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where}: expected a mapping, got {type(value).__name__}")
+    hints = typing.get_type_hints(kind)
+    names = {f.name: f for f in dataclasses.fields(kind)}
+    if unknown := sorted(set(value) - set(names)):
+        raise ArtifactError(f"{where}: unknown keys {unknown}; expected {sorted(names)}")
+    required = {
+        n for n, f in names.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    if missing := sorted(required - set(value)):
+        raise ArtifactError(f"{where}: missing keys {missing}; the file is incomplete or of another version")
+    return kind(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+
+
+class Record:
+    """Mixin of every record: `to_json` gives plain values, `from_json` checks and restores them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionary with a `schema_version`."""
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "record") -> Self:
+        """Inverse of `to_json`. `where` (a path, say) starts each error message.
+
+        Raises ArtifactError on another schema version and on missing, unknown or wrongly typed keys.
+        """
+        if not isinstance(data, dict):
+            raise ArtifactError(f"{where}: expected a mapping, got {type(data).__name__}")
+        data = dict(data)
+        if (version := data.pop("schema_version", None)) != SCHEMA_VERSION:
+            raise ArtifactError(f"{where}: schema_version {version!r}, this specdist reads {SCHEMA_VERSION}")
+        return _decode_record(cls, data, where)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class SamplingSpec(Record):
+    """How the target samples: temperature 0 is greedy; top_k 0 and top_p 1 are off; lengths in tokens."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 10.0:
+            raise ConfigError(f"temperature {self.temperature}: expected 0 (greedy) to 10")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k {self.top_k}: expected 0 (off) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p {self.top_p}: expected more than 0, up to 1 (off)")
+        if self.max_new_tokens < 2:
+            raise ConfigError(f"max_new_tokens {self.max_new_tokens}: expected 2 or more (the first token is prefill)")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class TargetIdentity(Record):
+    """What a target is, independent of where it lies: hashes of weights, tokenizer and chat template."""
+
+    model_id: str
+    weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Prompt(Record):
+    """One conversation to be answered. `id` is a hash of the messages."""
+
+    id: str
+    domain: str
+    language: str
+    messages: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class DistillRow(Record):
+    """One answer of the target, as token ids. `finish_reason`: "stop" (ends in an EOS id) or "length"."""
+
+    id: str
+    prompt_id: str
+    sample_index: int
+    domain: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    finish_reason: str
+    sampling: SamplingSpec
+    seed: int
+
+
+@dataclass(frozen=True)
+class DatasetManifest(Record):
+    """What a distillation dataset was made from and what it holds. `shards` maps file name to SHA-256."""
+
+    target: TargetIdentity
+    prompts_sha256: str
+    samplings: list[SamplingSpec]
+    max_prompt_tokens: int
+    dtype: str
+    engine: str
+    num_prompts: int
+    num_rows: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    rejected: dict[str, int]
+    finish_reasons: dict[str, int]
+    domains: dict[str, int]
+    shards: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PromptCounts(Record):
+    """Counters of speculative decoding on one prompt (vLLM's names; the bonus token is excluded).
+
+    Floats, because replay of a sampled text gives expectations; on greedy text they are whole numbers.
+    `accepted_at_position[i]`: how many verify steps accepted their draft token i (and all before it).
+    """
+
+    prompt_id: str
+    domain: str
+    num_drafts: float
+    num_draft_tokens: float
+    accepted_at_position: list[float]
+
+    @property
+    def num_accepted_tokens(self) -> float:
+        return sum(self.accepted_at_position)
+
+
+@dataclass(frozen=True)
+class AcceptanceSummary(Record):
+    """Ratios of summed counters, with a 95 % bootstrap interval over prompts for the mean accepted length."""
+
+    num_prompts: int
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    acceptance_rate: float
+    mean_accepted_length: float
+    mean_accepted_length_interval: list[float]
+    acceptance_at_position: list[float]
+
+
+@dataclass(frozen=True)
+class AcceptanceResult(Record):
+    """Acceptance at one decode setting and one draft length: per prompt, in total and by domain."""
+
+    setting: str
+    temperature: float
+    draft_sample_method: str
+    num_speculative_tokens: int
+    prompts: list[PromptCounts]
+    summary: AcceptanceSummary
+    domains: dict[str, AcceptanceSummary]
+
+
+@dataclass(frozen=True)
+class CheckpointPoint(Record):
+    """Acceptance of one training checkpoint at the primary setting and draft length (step 0 is untrained)."""
+
+    step: int
+    summary: AcceptanceSummary
+
+
+@dataclass(frozen=True)
+class Certification(Record):
+    """Replay against the real decoder on the same prompts, at one setting and draft length.
+
+    Greedy: `passed` iff every verify step of every prompt accepted the same count. Sampled: `passed` iff the decoder's
+    mean accepted length lies in `replay_interval`, which is that of the difference-free null: the 99 % interval of
+    replay's mean over texts of the target.
+    """
+
+    setting: str
+    num_speculative_tokens: int
+    num_prompts: int
+    replay_mean_accepted_length: float
+    decoder_mean_accepted_length: float
+    replay_interval: list[float]
+    mismatched_prompts: list[str]
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Divergence(Record):
+    """The first token at which speculative and plain greedy output differ; `logit_gap` is the target's top-2 gap."""
+
+    prompt_id: str
+    position: int
+    logit_gap: float
+    near_tie: bool
+
+
+@dataclass(frozen=True)
+class Fidelity(Record):
+    """Greedy speculative output against the target's own, token by token."""
+
+    dtype: str
+    num_prompts: int
+    num_identical: int
+    divergences: list[Divergence]
+
+    @property
+    def passed(self) -> bool:
+        return self.num_prompts > 0 and self.num_identical == self.num_prompts
+
+
+@dataclass(frozen=True)
+class SpeedPoint(Record):
+    """Measured wall clock at one draft length; rates in output tokens per second, interval of 95 % over repeats."""
+
+    num_speculative_tokens: int
+    tokens_per_second: float
+    speedup: float
+    speedup_interval: list[float]
+    mean_accepted_length: float
+    predicted_speedup: float
+
+
+@dataclass(frozen=True)
+class Speed(Record):
+    """Wall clock against the target alone: same prompts, same tokens, interleaved repeats, batch size 1."""
+
+    hardware: str
+    device: str
+    num_threads: int
+    dtype: str
+    batch_size: int
+    num_prompts: int
+    repeats: int
+    target_tokens_per_second: float
+    draft_cost_ratio: float
+    points: list[SpeedPoint]
+
+
+@dataclass(frozen=True)
+class EvalReport(Record):
+    """Everything measured on one exported drafter. `invalid_reasons` empty means the report may be judged."""
+
+    drafter_kind: str
+    drafter_sha256: str
+    num_parameters: int
+    checkpoint_step: int
+    lossless: bool
+    target: TargetIdentity
+    eval_prompts_sha256: str
+    num_training_rows: int
+    num_training_tokens: int
+    primary_setting: str
+    num_speculative_tokens: int
+    acceptance: list[AcceptanceResult]
+    untrained: AcceptanceResult
+    checkpoints: list[CheckpointPoint]
+    certifications: list[Certification]
+    fidelity: Fidelity | None
+    speed: Speed | None
+    dtype: str
+    invalid_reasons: list[str] = field(default_factory=list)
+
+    def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
+        """The acceptance at `setting` and draft length, or None where it was not measured."""
+        for result in self.acceptance:
+            if result.setting == setting and result.num_speculative_tokens == num_speculative_tokens:
+                return result
+        return None
+
+    @property
+    def primary(self) -> AcceptanceResult | None:
+        """The acceptance that the gate judges."""
+        return self.result(self.primary_setting, self.num_speculative_tokens)
+
+
+@dataclass(frozen=True)
+class GateCheck(Record):
+    """One check of the gate: what was observed, what was asked, and what failing it means (hold or reject)."""
+
+    name: str
+    passed: bool
+    observed: float | None
+    threshold: float | None
+    champion: float | None
+    on_failure: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GateDecision(Record):
+    """The verdict on one report, with every check that led to it."""
+
+    verdict: str
+    reason: str
+    checks: list[GateCheck]
+    report_sha256: str
+    champion_version: str | None
+    policy: dict[str, Any]
