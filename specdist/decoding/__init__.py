@@ -1,0 +1,1 @@
+"""The real speculative decoder, which certifies replay and is timed."""

@@ -1,0 +1,50 @@
+"""Owns the interface between the decoding loop and anything that drafts. Nothing else, which keeps the package acyclic.
+
+Shapes: N drafted tokens of a block, V vocabulary, D hidden size of the target.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdist.schema import SamplingSpec
+
+
+@dataclass(frozen=True)
+class DecodeContext:
+    """What a drafter may see: all committed tokens (prompt and output) and how its drafts are drawn.
+
+    `draft_sampling` None means greedy drafts (argmax, one-hot in verification); else drafts are sampled from it.
+    """
+
+    token_ids: list[int]
+    draft_sampling: SamplingSpec | None
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A chain of drafted tokens. `probs` None means deterministic drafts."""
+
+    token_ids: Tensor  # [N]
+    probs: Tensor | None  # [N, V]
+
+
+class Drafter(Protocol):
+    """Proposes a block, and is told what became of it."""
+
+    max_draft_tokens: int | None
+
+    def reset(self) -> None:
+        """Forget the last text; the next `propose` starts another."""
+
+    def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
+        """Draft at most `max_tokens` (≥ 1) tokens that follow `context.token_ids`."""
+
+    def commit(self, num_committed: int, target_hidden: Tensor) -> None:
+        """Learn that the text now holds `num_committed` tokens.
+
+        `target_hidden` [D]: the target's final hidden state (after the norm) that produced the newest token.
+        """

@@ -1,0 +1,222 @@
+"""Owns acceptance evaluation: texts of the target and a drafter in, counters by replay out, for every draft length.
+
+Shapes: L tokens of a completion, K drafted offsets a drafter knows, D hidden size, V vocabulary.
+Index t of a completion stands for token x[t] and for the hidden state that produced it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdist import metrics, provenance
+from specdist.drafters.heads import MedusaHeads
+from specdist.errors import ConfigError
+from specdist.progress import track
+from specdist.replay import chain_accept, replay
+from specdist.schema import AcceptanceResult, DistillRow, PromptCounts, SamplingSpec
+from specdist.target import forward_block
+from specdist.verify import served_logprobs
+
+logger = logging.getLogger(__name__)
+
+MAX_SPECULATIVE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class EvalText:
+    """One text of the target with what its own pass over it gave.
+
+    `hidden` [L, D]: the final hidden state that produced x[t]; `logprobs` [L]: the served log p(x[t]), zero for greedy.
+    """
+
+    row: DistillRow
+    hidden: Tensor | None = None
+    logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Texts that the target wrote under one sampling."""
+
+    sampling: SamplingSpec
+    texts: list[EvalText]
+
+    def settings(self) -> list[str]:
+        """Draft sample methods that make sense on these texts."""
+        return ["greedy"] if self.sampling.is_greedy else ["greedy", "probabilistic"]
+
+    def truncated(self, num_texts: int, max_new_tokens: int) -> "EvalSet":
+        """The first texts, cut as if the token limit had been lower, spread evenly over the whole set."""
+        stride = max(1, len(self.texts) // num_texts)
+        return EvalSet(
+            SamplingSpec(**{**vars(self.sampling), "max_new_tokens": max_new_tokens}),
+            [_truncate(text, max_new_tokens) for text in self.texts[::stride][:num_texts]],
+        )
+
+
+def _truncate(text: EvalText, limit: int) -> EvalText:
+    row = text.row
+    if len(row.completion_ids) <= limit:
+        return text
+    cut = DistillRow(**{**vars(row), "completion_ids": row.completion_ids[:limit], "finish_reason": "length"})
+    return EvalText(
+        cut,
+        None if text.hidden is None else text.hidden[:limit],
+        None if text.logprobs is None else text.logprobs[:limit],
+    )
+
+
+def setting_name(sampling: SamplingSpec, draft_sample_method: str) -> str:
+    """Name of a decode setting in reports and metrics: "greedy", "t0.8" (sampled drafts), "t0.8-greedy-drafts"."""
+    if sampling.is_greedy:
+        return "greedy"
+    suffix = "" if draft_sample_method == "probabilistic" else "-greedy-drafts"
+    return f"t{sampling.temperature:g}{suffix}"
+
+
+def _target_pass(model: PreTrainedModel, row: DistillRow, sampling: SamplingSpec) -> EvalText:
+    length = len(row.completion_ids)
+    hidden, logits = forward_block(model, row.prompt_ids + row.completion_ids[:-1], None, logits_to_keep=length)
+    logprobs = torch.zeros(length)
+    if not sampling.is_greedy:
+        chosen = torch.tensor(row.completion_ids, device=logits.device)
+        logprobs = served_logprobs(logits, sampling).gather(-1, chosen[:, None])[:, 0].cpu()
+    return EvalText(row, hidden[-length:].float().cpu(), logprobs)
+
+
+@torch.inference_mode()
+def add_target_features(
+    rows: Sequence[DistillRow], sampling: SamplingSpec, load_model: Callable[[], PreTrainedModel], cache_file: Path
+) -> EvalSet:
+    """One teacher-forced pass of the target over its own texts, kept in `cache_file` for later runs."""
+    if not cache_file.exists():
+        model = load_model()
+        texts = [_target_pass(model, row, sampling) for row in track(rows, len(rows), "target's states", logger)]
+        tensors = {
+            "hidden": torch.cat([text.hidden for text in texts if text.hidden is not None]),
+            "logprobs": torch.cat([text.logprobs for text in texts if text.logprobs is not None]),
+        }
+        with provenance.atomic_path(cache_file) as temporary:
+            save_file(tensors, temporary)
+    tensors = load_file(cache_file)
+    lengths = [len(row.completion_ids) for row in rows]
+    hidden, logprobs = tensors["hidden"].split(lengths), tensors["logprobs"].split(lengths)
+    return EvalSet(sampling, [EvalText(*item) for item in zip(rows, hidden, logprobs, strict=True)])
+
+
+class Scorer(Protocol):
+    """Turns a text into acceptance probabilities of a drafter's proposals (replay.py)."""
+
+    max_speculative_tokens: int
+
+    def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
+        """By draft sample method: [L, γ max]; entry [s, j] is for the draft of x[s+j] in a block that starts at s."""
+
+
+def _token_accept(logits: Tensor, chosen: Tensor, logprobs: Tensor | None, sampling: SamplingSpec) -> dict[str, Tensor]:
+    """Acceptance of drafts from `logits` [L, V] where the text has `chosen` [L] of target log-probability `logprobs`."""
+    accepts = {"greedy": (logits.argmax(dim=-1) == chosen).float().cpu()}
+    if not sampling.is_greedy:
+        if logprobs is None:
+            raise ConfigError("sampled drafts need the target's log-probabilities of the text: add_target_features")
+        draft = served_logprobs(logits, sampling).gather(-1, chosen[:, None])[:, 0].cpu()
+        accepts["probabilistic"] = (draft - logprobs).clamp(max=0.0).exp()
+    return accepts
+
+
+class DraftModelScorer:
+    """One teacher-forced pass of the draft model gives every decision, since a draft depends on the text alone."""
+
+    max_speculative_tokens = MAX_SPECULATIVE_TOKENS
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        self.model, self.vocab_size = model, vocab_size
+
+    @torch.inference_mode()
+    def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
+        row = text.row
+        length = len(row.completion_ids)
+        _, logits = forward_block(self.model, row.prompt_ids + row.completion_ids[:-1], None, logits_to_keep=length)
+        chosen = torch.tensor(row.completion_ids, device=logits.device)
+        accepts = _token_accept(logits[:, : self.vocab_size], chosen, text.logprobs, sampling)
+        return {m: chain_accept(a[None], self.max_speculative_tokens)[0] for m, a in accepts.items()}
+
+
+class HeadsScorer:
+    """The heads over the target's stored states: head j at start s reads the state that produced x[s−1]."""
+
+    def __init__(self, heads: MedusaHeads, projection: torch.nn.Module, device: torch.device) -> None:
+        self.heads, self.projection, self.device = heads.to(device).eval(), projection, device
+        self.max_speculative_tokens = min(heads.num_heads, MAX_SPECULATIVE_TOKENS)
+
+    @torch.inference_mode()
+    def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
+        if text.hidden is None:
+            raise ConfigError("Medusa heads need the target's hidden states of the text: add_target_features")
+        chosen = torch.tensor(text.row.completion_ids, device=self.device)
+        hidden = text.hidden.to(self.device)
+        length = len(chosen)
+        methods = ["greedy"] if sampling.is_greedy else ["greedy", "probabilistic"]
+        result = {m: torch.zeros(length, self.max_speculative_tokens) for m in methods}
+        for j in range(min(self.max_speculative_tokens, length - 1)):
+            starts = torch.arange(1, length - j)  # blocks whose draft j still lies in the text
+            logits = self.projection(self.heads[j](hidden[starts - 1]))
+            logprobs = None if text.logprobs is None else text.logprobs[starts + j]
+            for method, accept in _token_accept(logits, chosen[starts + j], logprobs, sampling).items():
+                result[method][starts, j] = accept
+        return result
+
+
+def _replay_text(row: DistillRow, accept: Tensor, num_speculative_tokens: int) -> PromptCounts:
+    lengths = torch.tensor([len(row.completion_ids)])
+    drafts, drafted, accepted = replay(accept[None], lengths, num_speculative_tokens)
+    return PromptCounts(row.prompt_id, row.domain, drafts.item(), drafted.item(), accepted[0].tolist())
+
+
+def replay_counts(
+    scorer: Scorer, eval_set: EvalSet, lengths: Sequence[int], what: str = "acceptance"
+) -> dict[tuple[str, int], list[PromptCounts]]:
+    """Counters of every text by (draft sample method, draft length); the texts are shared out over the processes."""
+    state = PartialState()
+    mine = eval_set.texts[state.process_index :: state.num_processes]
+    counts: list[tuple[str, int, PromptCounts]] = []
+    for text in track(mine, len(mine), what, logger):
+        if len(text.row.completion_ids) < 2:
+            continue  # the prefill wrote all of it: nothing is ever drafted
+        for method, accept in scorer.accept(text, eval_set.sampling).items():
+            counts += [(method, n, _replay_text(text.row, accept, n)) for n in lengths]
+    table: dict[tuple[str, int], list[PromptCounts]] = {}
+    for method, length, prompt in sorted(gather_object(counts), key=lambda item: item[2].prompt_id):
+        table.setdefault((method, length), []).append(prompt)
+    return table
+
+
+def evaluate(scorer: Scorer, eval_set: EvalSet, lengths: Sequence[int], what: str) -> list[AcceptanceResult]:
+    """Acceptance at every draft sample method of `eval_set` and every draft length that the drafter can reach.
+
+    Raises ConfigError where no text is long enough to be drafted.
+    """
+    reachable = [n for n in lengths if n <= scorer.max_speculative_tokens]
+    table = replay_counts(scorer, eval_set, reachable, what)
+    if not table:
+        raise ConfigError("no evaluation text has two tokens or more, so nothing can be drafted: check the target")
+    return [
+        metrics.acceptance_result(
+            prompts,
+            setting=setting_name(eval_set.sampling, method),
+            temperature=eval_set.sampling.temperature,
+            draft_sample_method=method,
+            num_speculative_tokens=length,
+        )
+        for (method, length), prompts in table.items()
+    ]
+

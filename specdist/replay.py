@@ -1,0 +1,56 @@
+"""Owns acceptance replay: the counters of speculative decoding, computed from texts that the target already wrote.
+
+Shapes: B texts, T tokens of the longest completion, γ drafted tokens of a block. Pure torch, no model is called here.
+
+A text is the completion x[0], …, x[L−1]. x[0] comes from the prefill; drafting starts at s = 1. A block at s drafts
+min(γ, L − s) tokens. `accept[b, s, j]` is the probability that the draft for x[s+j] is accepted given that all before it
+in the block were, *given the text*: 0 or 1 with greedy drafts (does the draft equal the text?), min(1, q/p) where the
+draft was sampled from q and the text from p. Given the text these events are independent, so the block starts form a
+Markov chain and the expected counters have no noise from the accept/reject draws. On greedy text they are the exact
+counts of the real decoder. After EOS or the token limit nothing is drafted and no bonus token is emitted.
+"""
+
+import torch
+from torch import Tensor
+
+
+def chain_accept(per_position: Tensor, num_speculative_tokens: int) -> Tensor:
+    """Spread acceptances that do not depend on the block's start over (start, offset): [B, T] → [B, T, γ].
+
+    For a draft model the draft of x[t] depends on x[<t] alone, so accept[b, s, j] = per_position[b, s + j].
+    """
+    padded = torch.nn.functional.pad(per_position, (0, num_speculative_tokens - 1))
+    return padded.unfold(1, num_speculative_tokens, 1)  # [B, T, γ]
+
+
+def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Expected counters of every text at draft length γ.
+
+    `accept` [B, T, ≥ γ] with values in [0, 1] (what lies past the text's end is ignored), `lengths` [B] in tokens.
+    Returns num_drafts [B], num_draft_tokens [B] and accepted_at_position [B, γ], in float64.
+
+    visit(s+j+1) += visit(s) · Π_{i<j} a(s,i) · (1 − a(s,j)), and visit(s+γ+1) += visit(s) · Π_{i<γ} a(s,i).
+    """
+    batch, horizon, offsets = accept.shape
+    gamma = num_speculative_tokens
+    if not 1 <= gamma <= offsets:
+        raise ValueError(f"num_speculative_tokens {gamma}: the acceptances cover 1 to {offsets}")
+    probability = accept.double()
+    visit = torch.zeros(batch, horizon + gamma + 1, dtype=torch.float64)
+    visit[:, 1] = 1.0
+    drafts = torch.zeros(batch, dtype=torch.float64)
+    drafted = torch.zeros(batch, dtype=torch.float64)
+    accepted = torch.zeros(batch, gamma, dtype=torch.float64)
+    for start in range(1, horizon):
+        reach = visit[:, start] * (start < lengths)  # probability that a block starts here and its run goes on
+        drafts += reach
+        for j in range(gamma):
+            live = start + j < lengths
+            drafted += visit[:, start] * live * (start < lengths)
+            step = probability[:, start, j] * live
+            # what is rejected restarts after the target's own token; past the end `live` is False and nothing restarts
+            visit[:, start + j + 1] += reach * live * (1.0 - step)
+            reach = reach * step
+            accepted[:, j] += reach
+        visit[:, start + gamma + 1] += reach
+    return drafts, drafted, accepted

@@ -1,0 +1,159 @@
+"""Owns the target model: finding it, naming it by its hashes, loading it frozen, and running it over a block of tokens.
+
+Shapes: T tokens, D hidden size, V vocabulary. Knows no drafter.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specdist import provenance
+from specdist.errors import ArtifactError, ConfigError
+from specdist.schema import TargetIdentity
+
+logger = logging.getLogger(__name__)
+
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target that was found and checked; its weights are loaded on demand."""
+
+    path: Path
+    identity: TargetIdentity
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest text in tokens, or None where the configuration does not say."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def load_model(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+        """The target in evaluation mode, without gradients."""
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).to(device).eval()
+        model.requires_grad_(False)
+        return model
+
+
+def locate_target(model: str) -> Path:
+    """Directory of a target given as the demo's name, a directory, or a Hugging Face id (fetched into its cache).
+
+    Raises ArtifactError where there is no such model.
+    """
+    from specdist import demo
+
+    if model == demo.DEMO_NAME:
+        return demo.demo_target()
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ArtifactError(
+            f"target_model {model!r}: no such directory, and it cannot be fetched as a Hugging Face id "
+            f"({type(error).__name__}); check the spelling and the network, "
+            f"or give a directory, or {demo.DEMO_NAME!r} for the demo"
+        ) from error
+
+
+def stop_token_ids(
+    config: PretrainedConfig, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Every id that ends a text: the union over configuration, generation configuration and tokenizer, sorted.
+
+    Raises ConfigError where there is none.
+    """
+    found: set[int] = set()
+    for value in (config.get_text_config().eos_token_id, generation_config.eos_token_id, tokenizer.eos_token_id):
+        found.update([value] if isinstance(value, int) else value or [])
+    if not found:
+        raise ConfigError("the target names no eos_token_id in config, generation_config or tokenizer: add one")
+    return sorted(found)
+
+
+def _weights_sha256(path: Path) -> str:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ArtifactError(f"{path}: no *.safetensors; save the model with save_pretrained first")
+    if sum(f.stat().st_size for f in files) > 20e9:
+        logger.info("hashing the target's weights, about a minute per 50 GB")
+    return provenance.sha256_json({f.name: provenance.sha256_file(f) for f in files})
+
+
+def open_target(model: str) -> Target:
+    """Find a target, read its configuration and tokenizer and hash what identifies it. Loads no weights.
+
+    Raises ArtifactError where it is missing or unreadable, ConfigError where it has no chat template or EOS.
+    """
+    path = locate_target(model)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"target_model {model}: not a Hugging Face causal LM directory ({error})") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"target_model {model}: its tokenizer has no chat template, so prompts cannot be rendered")
+    generation_config = (
+        GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else GenerationConfig()
+    )
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    identity = TargetIdentity(
+        model_id=model if not Path(model).is_dir() else Path(model).name,
+        weights_sha256=_weights_sha256(path),
+        tokenizer_sha256=provenance.sha256_json({"vocab": tokenizer.get_vocab(), "special": special}),
+        chat_template_sha256=provenance.sha256_json(tokenizer.chat_template),
+        vocab_size=config.get_text_config().vocab_size,
+        eos_token_ids=stop_token_ids(config, generation_config, tokenizer),
+    )
+    if len(tokenizer) > identity.vocab_size:
+        last = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+        raise ConfigError(
+            f"target_model {model}: token {last!r} has id {len(tokenizer) - 1}, but the model has only "
+            f"{identity.vocab_size} embedding rows; resize the target first, it is never changed silently"
+        )
+    return Target(path, identity, tokenizer, config)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty KV cache from which tokens can be taken back, sliding-window layers included."""
+    cache = DynamicCache(config=model.config)
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    return cache
+
+
+def forward_block(
+    model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, *, logits_to_keep: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Feed `token_ids` [T] after what the cache holds; without a cache they are the whole text.
+
+    Returns the final hidden states [T, D] (after the norm, what the output projection reads) and logits [T, V];
+    `logits_to_keep` n > 0 gives the last n logits only.
+    """
+    fresh = torch.tensor([token_ids], device=model.device)
+    output = model(
+        input_ids=fresh,
+        cache=cache,
+        use_cache=cache is not None,
+        output_hidden_states=True,
+        logits_to_keep=logits_to_keep,
+    )
+    return output.hidden_states[-1][0], output.logits[0]

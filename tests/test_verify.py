@@ -1,0 +1,67 @@
+"""The acceptance rules: lossless in distribution, no 0/0, and the served distribution as transformers warps it."""
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specdist.errors import ConfigError
+from specdist.schema import SamplingSpec
+from specdist.verify import greedy_match, rejection_sample, residual_distribution, sample, served_logprobs
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.8, 0, 1.0), (1.3, 5, 1.0), (0.7, 0, 0.6), (1.0, 7, 0.8)])
+def test_served_logprobs_equal_transformers_warpers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1.0:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    served = served_logprobs(logits, SamplingSpec(temperature, top_k, top_p))
+    torch.testing.assert_close(served, expected.log_softmax(-1))
+
+
+def test_served_logprobs_refuse_temperature_zero() -> None:
+    with pytest.raises(ConfigError, match="temperature 0"):
+        served_logprobs(torch.zeros(3), SamplingSpec(0.0))
+
+
+def test_sample_never_draws_a_token_of_probability_zero() -> None:
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]).expand(20_000, 5)
+    drawn = sample(probs, torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == {1, 3}
+    assert abs((drawn == 1).float().mean() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "expected"),
+    [([5, 6, 7], [5, 6, 7, 8], (3, 8)), ([5, 6, 7], [4, 6, 7, 8], (0, 4)), ([5, 9, 7], [5, 6, 7, 8], (1, 6)), ([], [3], (0, 3))],
+)
+def test_greedy_match(draft: list[int], target: list[int], expected: tuple[int, int]) -> None:
+    assert greedy_match(torch.tensor(draft, dtype=torch.long), torch.tensor(target)) == expected
+
+
+def test_residual_of_equal_distributions_is_no_zero_by_zero() -> None:
+    probs = torch.tensor([0.25, 0.75])
+    assert torch.equal(residual_distribution(probs, probs), probs)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_rejection_sampling_is_lossless(one_hot: bool) -> None:
+    """The first emitted token is distributed as the target's, whatever the draft: chi-square at p ≈ 0.001."""
+    target = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]])
+    draft = torch.tensor([[0.1, 0.1, 0.4, 0.4]])
+    generator = torch.Generator().manual_seed(1)
+    counts, draws = torch.zeros(4), 20_000
+    for _ in range(draws):
+        token = torch.tensor([2]) if one_hot else sample(draft, generator)
+        accepted, following = rejection_sample(token, None if one_hot else draft, target, generator)
+        counts[int(token) if accepted else following] += 1
+    expected = target[0] * draws
+    assert float(((counts - expected) ** 2 / expected).sum()) < 16.27  # 3 degrees of freedom
+
+
+def test_draft_equal_to_target_is_always_accepted() -> None:
+    probs = torch.full((4, 8), 1 / 8)
+    drafts = torch.tensor([1, 5, 7])
+    assert rejection_sample(drafts, probs[:3], probs, torch.Generator().manual_seed(0))[0] == 3
