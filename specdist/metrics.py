@@ -56,10 +56,23 @@ def _counter_matrix(prompts: Sequence[PromptCounts]) -> np.ndarray:
     return np.array([[p.num_accepted_tokens, p.num_drafts] for p in prompts], dtype=np.float64)  # [prompts, 2]
 
 
+def pooled_length(prompts: Sequence[PromptCounts]) -> float:
+    """τ of the summed counters of `prompts`. Raises ValueError where nothing was drafted."""
+    return mean_accepted_length(sum(p.num_accepted_tokens for p in prompts), sum(p.num_drafts for p in prompts))
+
+
 def bootstrap_lengths(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> np.ndarray:
     """τ of each bootstrap resampling of `prompts`: [draws]."""
     sums = _resampled_sums(_counter_matrix(prompts), draws, seed)
     return 1.0 + sums[:, 0] / sums[:, 1]
+
+
+def _paired_sums(
+    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], draws: int, seed: int
+) -> np.ndarray:
+    if [p.prompt_id for p in candidate] != [p.prompt_id for p in other]:
+        raise ValueError("a paired bootstrap needs the same prompts in the same order on both sides")
+    return _resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)
 
 
 def bootstrap_length_ratios(
@@ -69,10 +82,24 @@ def bootstrap_length_ratios(
 
     Raises ValueError unless both hold the same prompts in the same order.
     """
-    if [p.prompt_id for p in candidate] != [p.prompt_id for p in other]:
-        raise ValueError("a paired bootstrap needs the same prompts in the same order on both sides")
-    sums = _resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)
+    sums = _paired_sums(candidate, other, draws, seed)
     return (1.0 + sums[:, 0] / sums[:, 1]) / (1.0 + sums[:, 2] / sums[:, 3])
+
+
+def bootstrap_length_differences(
+    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """τ(candidate) − τ(other) of paired resamplings, as `bootstrap_length_ratios`. [draws]"""
+    sums = _paired_sums(candidate, other, draws, seed)
+    return sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3]
+
+
+def bootstrap_rate_ratios(
+    pairs: Sequence[Sequence[float]], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """Ratio of two rates of sums over resampled pairs [tokens, seconds, other tokens, other seconds]. [draws]"""
+    sums = _resampled_sums(np.array(pairs, dtype=np.float64), draws, seed)
+    return sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
 
 
 def interval(samples: np.ndarray, confidence: float = 0.95) -> list[float]:

@@ -54,3 +54,17 @@ def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tupl
             accepted[:, j] += reach
         visit[:, start + gamma + 1] += reach
     return drafts, drafted, accepted
+
+
+def greedy_steps(accept: Tensor, length: int, num_speculative_tokens: int) -> list[tuple[int, int, int]]:
+    """The verify steps of greedy decoding over one text: (start, tokens drafted, tokens accepted) of each.
+
+    `accept` [L, ≥ γ] of zeros and ones. It is the walk whose sums `replay` gives.
+    """
+    steps, start = [], 1
+    while start < length:
+        drafted = min(num_speculative_tokens, length - start)
+        accepted = int(accept[start, :drafted].long().cumprod(dim=0).sum())
+        steps.append((start, drafted, accepted))
+        start += accepted + 1
+    return steps

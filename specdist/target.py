@@ -62,7 +62,7 @@ def locate_target(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))

@@ -8,7 +8,7 @@ from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter, prune_layers
 from specdist.drafters.heads import MedusaDrafter, MedusaHeads
-from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, _target_pass, replay_counts
+from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, target_pass, replay_counts
 from specdist.metrics import summarize
 from specdist.schema import DistillRow, SamplingSpec
 
@@ -47,7 +47,7 @@ def eval_set(target, sampling: SamplingSpec, results: list[DecodeResult], texts:
         for i, (prompt, r) in enumerate(zip(texts, results, strict=True))
     ]
     with torch.inference_mode():
-        return EvalSet(sampling, [_target_pass(target, row, sampling) for row in rows])
+        return EvalSet(sampling, [target_pass(target, row, sampling) for row in rows])
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "medusa"])

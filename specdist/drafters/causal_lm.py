@@ -6,17 +6,38 @@ Shapes: N drafted tokens, V vocabulary of the target.
 import copy
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.errors import ArtifactError, ConfigError, TokenizerMismatch
+from specdist.target import Target
 from specdist.verify import sample, served_logprobs
 
 logger = logging.getLogger(__name__)
+
+
+def _check_layers(layers: list[int], available: int) -> None:
+    if not layers or len(set(layers)) != len(layers) or not all(0 <= layer < available for layer in layers):
+        raise ConfigError(f"draft_layers {layers}: expected one or more different layers, 0 to {available - 1}")
+
+
+def _pruned_config(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig:
+    pruned = copy.deepcopy(config)
+    pruned.num_hidden_layers = len(layers)
+    if getattr(pruned, "layer_types", None):
+        pruned.layer_types = [config.layer_types[layer] for layer in layers]
+    return pruned
 
 
 def prune_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
@@ -24,14 +45,8 @@ def prune_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 
     Raises ConfigError on an index that the target lacks and on a model whose layers are not in `model.layers`.
     """
-    available = target.config.get_text_config().num_hidden_layers
-    bad = [layer for layer in layers if not 0 <= layer < available]
-    if bad or not layers or len(set(layers)) != len(layers):
-        raise ConfigError(f"draft_layers {layers}: expected different layers of the target, 0 to {available - 1}")
-    config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in layers]
+    _check_layers(layers, target.config.get_text_config().num_hidden_layers)
+    config = _pruned_config(target.config, layers)
     draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     origin = {f"model.layers.{i}.": f"model.layers.{layer}." for i, layer in enumerate(layers)}
     source = target.state_dict()
@@ -76,21 +91,42 @@ def load_draft_model(path: str | Path, dtype: torch.dtype, device: torch.device 
     return model.to(device).eval()
 
 
-def make_draft_model(
-    init: str, layers: list[int], target_model: Any, target_tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
-    """The draft model to train, in fp32: `init` "prune" cuts it from the target, else it names any causal LM.
+def check_draft_model(init: str, layers: list[int], target: Target) -> int:
+    """Check, without loading weights, that `init` can be made for `target`; returns its size in bytes in fp32.
 
-    `target_model` is a function that loads the target, called only for "prune". Raises TokenizerMismatch.
+    Raises TokenizerMismatch, ArtifactError (no such model) or ConfigError (no such layer).
     """
     if init == "prune":
-        return prune_layers(target_model(), layers)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(init)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"draft model {init}: no tokenizer can be loaded from it ({error})") from error
-    check_same_tokenizer(target_tokenizer, tokenizer, init)
-    return load_draft_model(init, torch.float32)
+        config = target.config
+        _check_layers(layers, config.get_text_config().num_hidden_layers)
+        config = _pruned_config(config, layers)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(init)
+            config = AutoConfig.from_pretrained(init)
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"init {init!r}: no causal LM with a tokenizer can be read from it ({error})") from error
+        check_same_tokenizer(target.tokenizer, tokenizer, init)
+    with torch.device("meta"):
+        return 4 * AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def make_draft_model(init: str, layers: list[int], target: Target) -> PreTrainedModel:
+    """The draft model to train, in fp32: `init` "prune" cuts it from the target, else it names any causal LM.
+
+    A vocabulary that differs in padding is brought to the target's size, since engines compare sizes; rows that are
+    added have zero weights. Raises as `check_draft_model`.
+    """
+    check_draft_model(init, layers, target)
+    if init == "prune":
+        return prune_layers(target.load_model(torch.float32), layers)
+    model = load_draft_model(init, torch.float32)
+    before, vocab_size = model.config.get_text_config().vocab_size, target.identity.vocab_size
+    if before != vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        for rows in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            rows.data[before:] = 0.0
+    return model
 
 
 class DraftModelDrafter:

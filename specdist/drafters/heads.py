@@ -50,6 +50,12 @@ class MedusaHeads(nn.ModuleList):
         return torch.stack([head(hidden) for head in self])
 
 
+def heads_file(directory: Path) -> Path:
+    """The heads' weights in an export, or in a checkpoint of the trainer."""
+    exported = directory / HEADS_FILE
+    return exported if exported.exists() else directory / "model.safetensors"
+
+
 def load_heads(path: Path) -> MedusaHeads:
     """Heads from a safetensors file; their numbers are read off the tensors, which must be complete and alike.
 

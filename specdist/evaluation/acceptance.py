@@ -83,7 +83,9 @@ def setting_name(sampling: SamplingSpec, draft_sample_method: str) -> str:
     return f"t{sampling.temperature:g}{suffix}"
 
 
-def _target_pass(model: PreTrainedModel, row: DistillRow, sampling: SamplingSpec) -> EvalText:
+@torch.inference_mode()
+def target_pass(model: PreTrainedModel, row: DistillRow, sampling: SamplingSpec) -> EvalText:
+    """One teacher-forced pass of the target over its own text."""
     length = len(row.completion_ids)
     hidden, logits = forward_block(model, row.prompt_ids + row.completion_ids[:-1], None, logits_to_keep=length)
     logprobs = torch.zeros(length)
@@ -93,14 +95,13 @@ def _target_pass(model: PreTrainedModel, row: DistillRow, sampling: SamplingSpec
     return EvalText(row, hidden[-length:].float().cpu(), logprobs)
 
 
-@torch.inference_mode()
 def add_target_features(
     rows: Sequence[DistillRow], sampling: SamplingSpec, load_model: Callable[[], PreTrainedModel], cache_file: Path
 ) -> EvalSet:
     """One teacher-forced pass of the target over its own texts, kept in `cache_file` for later runs."""
     if not cache_file.exists():
         model = load_model()
-        texts = [_target_pass(model, row, sampling) for row in track(rows, len(rows), "target's states", logger)]
+        texts = [target_pass(model, row, sampling) for row in track(rows, len(rows), "target's states", logger)]
         tensors = {
             "hidden": torch.cat([text.hidden for text in texts if text.hidden is not None]),
             "logprobs": torch.cat([text.logprobs for text in texts if text.logprobs is not None]),
@@ -176,7 +177,8 @@ class HeadsScorer:
         return result
 
 
-def _replay_text(row: DistillRow, accept: Tensor, num_speculative_tokens: int) -> PromptCounts:
+def replay_one(row: DistillRow, accept: Tensor, num_speculative_tokens: int) -> PromptCounts:
+    """Counters of one text from its acceptances [L, ≥ γ]."""
     lengths = torch.tensor([len(row.completion_ids)])
     drafts, drafted, accepted = replay(accept[None], lengths, num_speculative_tokens)
     return PromptCounts(row.prompt_id, row.domain, drafts.item(), drafted.item(), accepted[0].tolist())
@@ -193,7 +195,7 @@ def replay_counts(
         if len(text.row.completion_ids) < 2:
             continue  # the prefill wrote all of it: nothing is ever drafted
         for method, accept in scorer.accept(text, eval_set.sampling).items():
-            counts += [(method, n, _replay_text(text.row, accept, n)) for n in lengths]
+            counts += [(method, n, replay_one(text.row, accept, n)) for n in lengths]
     table: dict[tuple[str, int], list[PromptCounts]] = {}
     for method, length, prompt in sorted(gather_object(counts), key=lambda item: item[2].prompt_id):
         table.setdefault((method, length), []).append(prompt)

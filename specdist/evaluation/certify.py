@@ -1,0 +1,142 @@
+"""Owns the certificate of every report: the real decoder on a subset, held against replay and the target's own text.
+
+Greedy: each verify step must equal replay's, and each output the target's. Sampled: replay the very texts the decoder
+wrote; given a text the acceptances are independent draws, so the decoder's mean accepted length must lie within the
+bootstrap interval of the paired difference.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from specdist import metrics
+from specdist.decoding.loop import DecodeResult, decode
+from specdist.drafters.base import Drafter
+from specdist.evaluation.acceptance import EvalSet, Scorer, replay_one, setting_name, target_pass
+from specdist.progress import track
+from specdist.replay import greedy_steps
+from specdist.schema import Certification, DistillRow, Divergence, Fidelity, PromptCounts
+from specdist.target import forward_block
+
+logger = logging.getLogger(__name__)
+
+NEAR_TIE_LOGIT_GAP = 0.05
+_CONFIDENCE = 0.99
+
+
+def _with_completion(row: DistillRow, result: DecodeResult) -> DistillRow:
+    return DistillRow(
+        **{**vars(row), "completion_ids": result.completion_ids, "finish_reason": result.finish_reason}
+    )
+
+
+def first_divergence(
+    model: PreTrainedModel, row: DistillRow, expected: Sequence[int], got: Sequence[int]
+) -> Divergence | None:
+    """Where two outputs part, with the target's top-2 logit gap there; None where they are equal."""
+    if list(expected) == list(got):
+        return None
+    position = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), -1)
+    if position < 0:
+        position = min(len(expected), len(got))
+    _, logits = forward_block(model, row.prompt_ids + list(expected[:position]), None, logits_to_keep=1)
+    top = logits[0].float().topk(2).values
+    gap = float(top[0] - top[1])
+    return Divergence(row.prompt_id, position, gap, gap < NEAR_TIE_LOGIT_GAP)
+
+
+def certify_greedy(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    scorer: Scorer,
+    eval_set: EvalSet,
+    num_speculative_tokens: int,
+    eos_token_ids: list[int],
+) -> tuple[Certification, Fidelity]:
+    """Decode every text of a greedy `eval_set` speculatively; compare steps with replay and tokens with the target."""
+    gamma, mismatched, divergences = num_speculative_tokens, [], []
+    replayed: list[PromptCounts] = []
+    decoded: list[PromptCounts] = []
+    for text in track(eval_set.texts, len(eval_set.texts), "certifying, greedy", logger):
+        row = text.row
+        with torch.inference_mode():
+            result = decode(
+                model, row.prompt_ids, eval_set.sampling, eos_token_ids, drafter=drafter, num_speculative_tokens=gamma
+            )
+            if result.completion_ids != row.completion_ids:
+                # The text came from a batch, whose shapes may flip a tie: ask the target alone, at batch size 1.
+                plain = decode(model, row.prompt_ids, eval_set.sampling, eos_token_ids)
+                row = _with_completion(row, plain)
+                text = target_pass(model, row, eval_set.sampling)
+                if parting := first_divergence(model, row, plain.completion_ids, result.completion_ids):
+                    divergences.append(parting)
+            accept = scorer.accept(text, eval_set.sampling)["greedy"]
+        length = len(row.completion_ids)
+        steps = [(s.start, min(s.drafted, length - s.start), min(s.accepted, length - s.start)) for s in result.steps]
+        if steps != greedy_steps(accept, length, gamma):
+            mismatched.append(row.prompt_id)
+        if length > 1:
+            replayed.append(replay_one(row, accept, gamma))
+            decoded.append(result.counts(row.prompt_id, row.domain, gamma))
+    mean = metrics.pooled_length(replayed)
+    certification = Certification(
+        setting=setting_name(eval_set.sampling, "greedy"),
+        num_speculative_tokens=gamma,
+        num_prompts=len(eval_set.texts),
+        replay_mean_accepted_length=mean,
+        decoder_mean_accepted_length=metrics.pooled_length(decoded),
+        replay_interval=[mean, mean],
+        mismatched_prompts=mismatched,
+        passed=not mismatched,
+    )
+    identical = len(eval_set.texts) - len(divergences)
+    return certification, Fidelity(str(model.dtype).removeprefix("torch."), len(eval_set.texts), identical, divergences)
+
+
+def certify_sampled(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    scorer: Scorer,
+    eval_set: EvalSet,
+    num_speculative_tokens: int,
+    eos_token_ids: list[int],
+    draft_sample_method: str = "probabilistic",
+) -> Certification:
+    """Decode the prompts of a sampled `eval_set` speculatively and replay what was written."""
+    gamma = num_speculative_tokens
+    replayed: list[PromptCounts] = []
+    decoded: list[PromptCounts] = []
+    for text in track(eval_set.texts, len(eval_set.texts), "certifying, sampled", logger):
+        row = text.row
+        with torch.inference_mode():
+            result = decode(
+                model,
+                row.prompt_ids,
+                eval_set.sampling,
+                eos_token_ids,
+                drafter=drafter,
+                num_speculative_tokens=gamma,
+                draft_sample_method=draft_sample_method,
+                generator=torch.Generator(device=model.device).manual_seed(row.seed),
+            )
+            if len(result.completion_ids) < 2:
+                continue
+            own = target_pass(model, _with_completion(row, result), eval_set.sampling)
+            accept = scorer.accept(own, eval_set.sampling)[draft_sample_method]
+        replayed.append(replay_one(own.row, accept, gamma))
+        decoded.append(result.counts(row.prompt_id, row.domain, gamma))
+    mean, real = metrics.pooled_length(replayed), metrics.pooled_length(decoded)
+    spread = metrics.bootstrap_length_differences(decoded, replayed) - (real - mean)
+    low, high = metrics.interval(spread, _CONFIDENCE)
+    return Certification(
+        setting=setting_name(eval_set.sampling, draft_sample_method),
+        num_speculative_tokens=gamma,
+        num_prompts=len(decoded),
+        replay_mean_accepted_length=mean,
+        decoder_mean_accepted_length=real,
+        replay_interval=[mean + low, mean + high],
+        mismatched_prompts=[],
+        passed=bool(mean + low <= real <= mean + high),
+    )

@@ -1,0 +1,80 @@
+"""Owns the export of a draft model: a Hugging Face directory that vLLM (`draft_model`), SGLang (STANDALONE) and
+transformers (`assistant_model`) read as it is."""
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from specdist import provenance
+from specdist.errors import ConfigError
+from specdist.export.record import ExportRecord, check_read_back, copy_tokenizer, write_record
+from specdist.target import Target
+
+
+def speculative_config(model: str, num_speculative_tokens: int) -> dict[str, object]:
+    """vLLM's `speculative_config` for a draft model at path `model`."""
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": num_speculative_tokens}
+
+
+def _mirror_legacy_keys(directory: Path) -> None:
+    """Write `rope_theta` and `torch_dtype` beside transformers 5's keys: older readers would fall back to defaults."""
+    config = provenance.read_json(directory / "config.json")
+    config.pop("_name_or_path", None)
+    rope = config.get("rope_parameters") or {}
+    if isinstance(rope.get("rope_theta"), int | float):
+        config["rope_theta"] = rope["rope_theta"]
+    config["torch_dtype"] = config.get("dtype")
+    provenance.write_json(directory / "config.json", config)
+
+
+def export_draft_model(
+    model: PreTrainedModel,
+    target: Target,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    num_speculative_tokens: int,
+    checkpoint_step: int,
+) -> ExportRecord:
+    """Write `model` in `dtype` with the target's tokenizer and EOS set to `directory`, atomically.
+
+    Raises ConfigError where the vocabulary sizes differ (vLLM compares them), ArtifactError on a failed read-back.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    if vocab_size != target.identity.vocab_size:
+        raise ConfigError(
+            f"draft vocab_size {vocab_size} != target vocab_size {target.identity.vocab_size}: "
+            "engines refuse such a pair; train the draft from a model resized to the target's vocabulary"
+        )
+    eos = target.identity.eos_token_ids
+    model = model.to(dtype)
+    model.config.eos_token_id = eos[0] if len(eos) == 1 else eos
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=target.tokenizer.pad_token_id,
+        num_assistant_tokens=num_speculative_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    with provenance.atomic_directory(directory) as temporary:
+        model.save_pretrained(temporary)
+        copy_tokenizer(target.path, temporary)
+        _mirror_legacy_keys(temporary)
+        tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+        check_read_back(temporary, {name: t for name, t in model.state_dict().items() if name not in tied})
+        return write_record(
+            temporary,
+            ExportRecord(
+                format="hf-causal-lm",
+                drafter_kind="draft_model",
+                target=target.identity,
+                lossless=True,
+                num_parameters=model.num_parameters(),
+                checkpoint_step=checkpoint_step,
+                speculative_config=speculative_config(".", num_speculative_tokens),
+                engines={"vllm": "0.32.0 (draft_model)", "transformers": "5 (assistant_model)"},
+                known_limits=["vLLM needs the same tensor parallelism for draft and target"],
+            ),
+        )

@@ -1,0 +1,107 @@
+"""Owns reading a recipe's configuration: the YAML file and the command line, into the dataclasses of config.py.
+
+A value comes from the command line, else from the YAML file, else from the field's default. An unknown key is an error
+that suggests the nearest.
+"""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from trl import TrlParser
+
+from specdist.config import (
+    DataArguments,
+    EvaluationArguments,
+    RecipeConfig,
+    ReleaseArguments,
+    TargetArguments,
+)
+from specdist.errors import ConfigError
+
+
+def _split_config(arguments: Sequence[str], default: str) -> tuple[Path, list[str]]:
+    """Take `--config PATH` (or `--config=PATH`) out of the arguments."""
+    rest, path, items = [], default, iter(arguments)
+    for item in items:
+        if item == "--config":
+            path = next(items, "")
+        elif item.startswith("--config="):
+            path = item.removeprefix("--config=")
+        else:
+            rest.append(item)
+    if not path or not Path(path).is_file():
+        raise ConfigError(f"--config {path!r}: no such file; run from the repository's root, or see recipes/configs/")
+    return Path(path), rest
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
+    return values
+
+
+def _check_keys(keys: Sequence[str], known: set[str], where: str) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else "; see recipes/configs/ for the keys there are"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _numbers_from_text(values: dict[str, Any], types: Sequence[type]) -> dict[str, Any]:
+    """YAML reads 1e-4 as text: turn it into the number where the field is one."""
+    kinds = {f.name: f.type for t in types for f in dataclasses.fields(t)}
+    fixed = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str) and kinds.get(key) in (float, "float", float | None):
+            try:
+                fixed[key] = float(value)
+            except ValueError:
+                raise ConfigError(f"{key} = {value!r}: expected a number") from None
+    return fixed
+
+
+def parse(
+    model_arguments: type, training_arguments: type, *, default_config: str, arguments: Sequence[str] | None = None
+) -> RecipeConfig:
+    """Read the YAML file and the command line into a RecipeConfig.
+
+    Raises ConfigError on an unknown key (with the nearest known one), on a value out of range and on a wrong type.
+    """
+    path, rest = _split_config(list(sys.argv[1:] if arguments is None else arguments), default_config)
+    types = (
+        TargetArguments,
+        DataArguments,
+        model_arguments,
+        EvaluationArguments,
+        ReleaseArguments,
+        training_arguments,
+    )
+    known = {f.name for t in types for f in dataclasses.fields(t) if f.init}
+    on_command_line = [item[2:].split("=")[0].replace("-", "_") for item in rest if item.startswith("--")]
+    from_file = _numbers_from_text(_read_yaml(path), types)
+    _check_keys(list(from_file), known, str(path))
+    _check_keys(on_command_line, known, "command line")
+    parser = TrlParser(types, allow_abbrev=False)
+    # Without an accelerator the trainer wants to be told so before it allows bf16
+    parser.set_defaults_with_config(**{"use_cpu": not torch.accelerator.is_available(), **from_file})
+    try:
+        *ours, training = parser.parse_args_into_dataclasses(args=rest)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help
+        raise ConfigError("the command line cannot be read; argparse says why above") from None
+    given = {key: None for key in [*from_file, *on_command_line]}
+    return RecipeConfig(ours[0], ours[1], ours[2], ours[3], ours[4], training, given)

@@ -1,0 +1,181 @@
+"""Owns measuring a drafter: each checkpoint at the gate's setting, the export at every setting, certified and timed."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from specdist import provenance, tracking
+from specdist.drafters.base import Drafter
+from specdist.errors import ArtifactError
+from specdist.evaluation.acceptance import MAX_SPECULATIVE_TOKENS, EvalSet, Scorer, evaluate
+from specdist.evaluation.certify import certify_greedy, certify_sampled
+from specdist.evaluation.report import read_report, write_report
+from specdist.evaluation.speed import measure_speed
+from specdist.export.record import read_record
+from specdist.schema import AcceptanceResult, CheckpointPoint, DistillRow, EvalReport
+from specdist.stages.run import Run
+from specdist.training.callbacks import checkpoint_step, complete_checkpoints
+
+logger = logging.getLogger(__name__)
+
+PRIMARY_SETTING = "greedy"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How one kind of drafter is read from disk, from a checkpoint or an export: for replay, and for decoding."""
+
+    scorer: Callable[[Path], Scorer]
+    drafter: Callable[[Path, PreTrainedModel], Drafter]
+
+
+def _evaluation_file(run: Run, step: int) -> Path:
+    return run.directory / "evaluations" / f"checkpoint-{step}.json"
+
+
+def primary_acceptance(run: Run, scorer: Callable[[], Scorer], eval_sets: list[EvalSet], step: int) -> AcceptanceResult:
+    """Acceptance of one checkpoint at the gate's setting and draft length; measured once, then read."""
+    path = _evaluation_file(run, step)
+    if not path.exists():
+        gamma = run.config.evaluation.num_speculative_tokens
+        results = evaluate(scorer(), eval_sets[0], [gamma], f"acceptance of step {step}")
+        if run.is_main:
+            provenance.write_json(path, results[0].to_json())
+        run.state.wait_for_everyone()
+    return AcceptanceResult.from_json(provenance.read_json(path), str(path))
+
+
+def champion_report(run: Run) -> EvalReport | None:
+    """The report of the champion that serves now, or None."""
+    champion = run.registry.champion()
+    return read_report(champion.path) if champion else None
+
+
+def checkpoint_metrics(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> Callable[[Path], dict[str, float]]:
+    """A function for training callbacks: measures a checkpoint from disk and gives the metrics of the run."""
+    champion = champion_report(run)
+    reference = champion.primary if champion else None
+    known = {p.prompt_id for p in reference.prompts} if reference else set()
+
+    def measure(checkpoint: Path) -> dict[str, float]:
+        result = primary_acceptance(run, lambda: loader.scorer(checkpoint), eval_sets, checkpoint_step(checkpoint))
+        untrained = primary_acceptance(run, _must_exist, eval_sets, 0)
+        summary, tau = result.summary, result.summary.mean_accepted_length
+        low, high = summary.mean_accepted_length_interval
+        values = {
+            tracking.MEAN_ACCEPTED_LENGTH: tau,
+            tracking.MEAN_ACCEPTED_LENGTH_LOW: low,
+            tracking.MEAN_ACCEPTED_LENGTH_HIGH: high,
+            tracking.ACCEPTANCE_RATE: summary.acceptance_rate,
+            tracking.GAIN_OVER_UNTRAINED: tau / untrained.summary.mean_accepted_length - 1.0,
+        }
+        if reference is not None and known == {p.prompt_id for p in result.prompts}:
+            values[tracking.GAIN_OVER_CHAMPION] = tau / reference.summary.mean_accepted_length - 1.0
+        return values
+
+    return measure
+
+
+def _must_exist() -> Scorer:
+    raise ArtifactError("the untrained drafter has not been measured; delete the run's directory and start anew")
+
+
+def best_checkpoint(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> tuple[Path, list[CheckpointPoint]]:
+    """The checkpoint with the best lower confidence bound of τ, and the curve of all (step 0 is untrained)."""
+    points, best = [CheckpointPoint(0, primary_acceptance(run, _must_exist, eval_sets, 0).summary)], None
+    for checkpoint in complete_checkpoints(run.checkpoints):
+        step = checkpoint_step(checkpoint)
+        scorer = lambda path=checkpoint: loader.scorer(path)  # noqa: E731
+        summary = primary_acceptance(run, scorer, eval_sets, step).summary
+        points.append(CheckpointPoint(step, summary))
+        bound = summary.mean_accepted_length_interval[0]
+        if best is None or bound > best[0]:
+            best = (bound, checkpoint)
+        logger.info("step %d: mean accepted length %.3f", step, summary.mean_accepted_length)
+    if best is None:
+        raise ArtifactError(f"{run.checkpoints}: no complete checkpoint; training wrote none")
+    return best[1], points
+
+
+def _certified(
+    run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport
+) -> EvalReport:
+    settings = run.config.evaluation
+    model = run.target_model(run.config.target.eval_dtype)
+    drafter = loader.drafter(run.export, model)
+    gamma, eos = settings.num_speculative_tokens, run.target.identity.eos_token_ids
+    subsets = [s.truncated(settings.certify_prompts, settings.certify_max_new_tokens) for s in eval_sets]
+    greedy, fidelity = certify_greedy(model, drafter, scorer, subsets[0], gamma, eos)
+    sampled = certify_sampled(model, drafter, scorer, subsets[1], gamma, eos)
+    invalid = [
+        f"replay and the real decoder disagree at {c.setting}: {c.replay_mean_accepted_length:.3f} and "
+        f"{c.decoder_mean_accepted_length:.3f}"
+        for c in (greedy, sampled)
+        if not c.passed
+    ]
+    return replace(report, certifications=[greedy, sampled], fidelity=fidelity, invalid_reasons=invalid)
+
+
+def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> EvalReport:
+    settings = run.config.evaluation
+    if settings.speed_prompts == 0:
+        return report
+    model = run.target_model(run.config.target.target_dtype)
+    subset = eval_set.truncated(settings.speed_prompts, eval_set.sampling.max_new_tokens)
+    speed = measure_speed(
+        model,
+        loader.drafter(run.export, model),
+        [text.row for text in subset.texts],
+        subset.sampling,
+        run.target.identity.eos_token_ids,
+        lengths=settings.speed_lengths,
+        repeats=settings.speed_repeats,
+    )
+    return replace(report, speed=speed)
+
+
+def assess_export(
+    run: Run,
+    loader: Loader,
+    eval_sets: list[EvalSet],
+    points: list[CheckpointPoint],
+    train_rows: list[DistillRow],
+) -> EvalReport:
+    """Measure the export as it lies on disk, and write `report.json` and `report.html`; measured once, then read."""
+    record = read_record(run.export)
+    if (run.directory / "report.json").exists():
+        report = read_report(run.directory)
+        if report.drafter_sha256 == record.drafter_sha256:
+            return report
+    scorer = loader.scorer(run.export)
+    lengths = range(1, MAX_SPECULATIVE_TOKENS + 1)
+    acceptance = [r for s in eval_sets for r in evaluate(scorer, s, lengths, f"acceptance, {s.sampling.temperature:g}")]
+    if run.is_main:
+        report = EvalReport(
+            drafter_kind=record.drafter_kind,
+            drafter_sha256=record.drafter_sha256,
+            num_parameters=record.num_parameters,
+            checkpoint_step=record.checkpoint_step,
+            lossless=record.lossless,
+            target=run.target.identity,
+            eval_prompts_sha256=provenance.sha256_json(sorted(p.id for p in run.eval_prompts)),
+            num_training_rows=len(train_rows),
+            num_training_tokens=sum(len(row.completion_ids) for row in train_rows),
+            primary_setting=PRIMARY_SETTING,
+            num_speculative_tokens=run.config.evaluation.num_speculative_tokens,
+            acceptance=acceptance,
+            untrained=primary_acceptance(run, _must_exist, eval_sets, 0),
+            checkpoints=points,
+            certifications=[],
+            fidelity=None,
+            speed=None,
+            dtype=run.config.target.eval_dtype,
+        )
+        report = _certified(run, loader, scorer, eval_sets, report)
+        report = _timed(run, loader, eval_sets[0], report)
+        write_report(report, run.directory)
+    run.state.wait_for_everyone()
+    return read_report(run.directory)

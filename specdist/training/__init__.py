@@ -1,0 +1,1 @@
+"""Training: one file per drafter family around a Hugging Face trainer, and the callbacks they share."""
