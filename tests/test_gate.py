@@ -1,0 +1,352 @@
+"""Verdicts of the gate: what promotes, what holds and what rejects."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from report_factory import DOMAINS, divergence
+from report_factory import make_report as make_full_report
+from report_factory import make_result as make_full_result
+
+from specdist.errors import ArtifactError
+from specdist.gate import GatePolicy, decide, exit_code, format_decision
+from specdist.metrics import acceptance_result
+from specdist.schema import Certification, EvalReport, Fidelity, GateCheck, GateDecision, PromptCounts
+
+# 120 prompts: enough for the default policy, and half the work of the factory's 204
+make_report = partial(make_full_report, gammas=(3,), per_domain=10)
+make_result = partial(make_full_result, per_domain=10)
+
+
+def judge(report: EvalReport, champion: EvalReport | None = None, **policy: Any) -> GateDecision:
+    version = None if champion is None else "1"
+    return decide(report, champion, GatePolicy(**policy), report_sha256="f" * 64, champion_version=version)
+
+
+def check(decision: GateDecision, name: str) -> GateCheck:
+    return next(c for c in decision.checks if c.name == name)
+
+
+@pytest.fixture(scope="module")
+def good() -> EvalReport:
+    return make_report(gammas=(1, 3))
+
+
+# --- A first drafter
+
+
+def test_a_good_first_drafter_is_promoted(good: EvalReport) -> None:
+    decision = judge(good)
+    assert decision.verdict == "promote"
+    assert exit_code(decision) == 0
+    assert all(c.passed for c in decision.checks)
+    assert decision.report_sha256 == "f" * 64
+    assert decision.policy["required_certifications"] == ["greedy"]
+    assert GateDecision.from_json(decision.to_json()) == decision
+
+
+def test_same_input_same_decision(good: EvalReport) -> None:
+    champion = make_report(0.95)
+    assert judge(good, champion) == judge(good, champion)
+
+
+def test_order_of_prompts_does_not_change_the_decision(good: EvalReport) -> None:
+    turned = [replace(r, prompts=r.prompts[::-1]) for r in good.acceptance]
+    champion = make_report(0.95)
+    assert judge(replace(good, acceptance=turned), champion).checks == judge(good, champion).checks
+
+
+def test_an_untrained_drafter_is_not_promoted() -> None:
+    decision = judge(make_report(0.12), min_mean_accepted_length=1.0)
+    assert decision.verdict == "hold"
+    assert not check(decision, "gain_over_untrained").passed
+
+
+def test_worse_than_untrained_is_rejected() -> None:
+    decision = judge(make_report(0.5, untrained_strength=0.7))
+    assert decision.verdict == "reject"
+    assert exit_code(decision) == 4
+    assert "gain_over_untrained" in decision.reason
+
+
+@pytest.mark.parametrize(("floor", "verdict"), [(1.6, "promote"), (1.76, "hold"), (1.9, "reject")])
+def test_floor_of_the_mean_accepted_length(good: EvalReport, floor: float, verdict: str) -> None:
+    decision = judge(good, min_mean_accepted_length=floor)
+    assert decision.verdict == verdict
+    assert check(decision, "mean_accepted_length").threshold == floor
+
+
+def test_few_prompts_hold() -> None:
+    decision = judge(make_report(per_domain=4))
+    assert decision.verdict == "hold"
+    assert exit_code(decision) == 3
+    assert "48 prompts" in decision.reason
+
+
+def test_an_answer_without_drafts_counts_as_no_prompt(good: EvalReport) -> None:
+    empty = [PromptCounts(f"short-{i}", "code", 0.0, 0.0, [0.0] * 3) for i in range(5)]
+    settings = {"temperature": 0.0, "draft_sample_method": "greedy", "num_speculative_tokens": 3, "draws": 50}
+    both = [
+        acceptance_result([*r.prompts, *empty], setting="greedy", **settings)
+        for r in (good.primary, good.untrained)
+        if r is not None
+    ]
+    report = replace(good, acceptance=[both[0]], untrained=both[1], certifications=good.certifications[:1])
+    assert check(judge(report), "prompts").observed == 120
+    assert judge(report).verdict == "promote"
+
+
+# --- Validity
+
+
+def test_reasons_against_the_report_reject(good: EvalReport) -> None:
+    decision = judge(replace(good, invalid_reasons=["the template differs"]))
+    assert decision.verdict == "reject"
+    assert "the template differs" in decision.reason
+
+
+def test_g6_infinite_speed_is_rejected_and_not_stored(good: EvalReport) -> None:
+    assert good.speed is not None
+    points = [replace(p, speedup=math.inf) for p in good.speed.points]
+    decision = judge(replace(good, speed=replace(good.speed, points=points)))
+    assert decision.verdict == "reject"
+    assert "speed.points[0].speedup" in decision.reason
+    assert all(c.observed is None or math.isfinite(c.observed) for c in decision.checks)
+
+
+def test_g9_nothing_accepted_is_rejected_with_a_hint(good: EvalReport) -> None:
+    dead = make_result(0.0)
+    decision = judge(replace(good, acceptance=[dead, *good.acceptance[1:]], certifications=good.certifications))
+    failed = check(decision, "accepted_tokens")
+    assert decision.verdict == "reject"
+    assert not failed.passed
+    assert all(word in failed.reason for word in ("names", "shapes", "vocabulary"))
+
+
+def test_a_summary_that_was_edited_is_rejected(good: EvalReport) -> None:
+    assert good.primary is not None
+    edited = replace(good.primary, summary=replace(good.primary.summary, mean_accepted_length=2.9))
+    decision = judge(replace(good, acceptance=[edited]))
+    assert decision.verdict == "reject"
+    assert "differs from the counts" in check(decision, "counts_consistent").reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accepted_at_position": [9.0, 30.0, 1.0]},
+        {"accepted_at_position": [-1.0, -1.0, -1.0]},
+        {"accepted_at_position": [5.0, 1.0]},
+        {"num_draft_tokens": 0.0},
+        {"num_draft_tokens": 1e6},
+        {"prompt_id": "code-01"},
+    ],
+)
+def test_impossible_counts_are_rejected(good: EvalReport, change: dict[str, Any]) -> None:
+    assert good.primary is not None
+    prompts = [replace(good.primary.prompts[0], **change), *good.primary.prompts[1:]]
+    decision = judge(replace(good, acceptance=[replace(good.primary, prompts=prompts)]))
+    assert decision.verdict == "reject"
+    assert not check(decision, "counts_consistent").passed
+
+
+def test_a_missing_primary_setting_is_rejected(good: EvalReport) -> None:
+    assert "no acceptance" in judge(replace(good, num_speculative_tokens=7)).reason
+    assert judge(replace(good, acceptance=[])).verdict == "reject"
+
+
+def test_untrained_on_other_prompts_is_rejected(good: EvalReport) -> None:
+    other = make_result(0.12, domains={"code": 0.5})
+    assert "other prompts" in judge(replace(good, untrained=other)).reason
+    assert "not measured" in judge(replace(good, untrained=make_result(0.12, gamma=2))).reason
+
+
+def test_a_value_of_a_wrong_type_is_an_artifact_error(good: EvalReport) -> None:
+    with pytest.raises(ArtifactError, match="num_training_rows"):
+        judge(replace(good, num_training_rows=None))  # type: ignore[arg-type]
+
+
+# --- Certification and fidelity
+
+
+def certification(**changes: Any) -> Certification:
+    return replace(Certification("greedy", 3, 24, 1.76, 1.76, [1.7, 1.8], [], True), **changes)
+
+
+@pytest.mark.parametrize(
+    "certifications",
+    [
+        [],
+        [certification(passed=False)],
+        [certification(num_prompts=0)],
+        [certification(decoder_mean_accepted_length=1.05)],
+        [certification(mismatched_prompts=["code-00"])],
+        [certification(), certification(setting="t0.8", passed=False)],
+        [certification(), certification(setting="t0.8", decoder_mean_accepted_length=1.9)],
+        [certification(), certification(setting="t0.8", replay_interval=[])],
+        [certification(replay_interval=[])],
+        [certification(setting="t0.8")],
+    ],
+)
+def test_e15_replay_that_the_decoder_does_not_confirm_rejects(
+    good: EvalReport, certifications: list[Certification]
+) -> None:
+    decision = judge(replace(good, certifications=certifications))
+    assert decision.verdict == "reject"
+    assert decision.reason.startswith("certification:")
+
+
+def test_the_primary_setting_must_be_certified_whatever_the_policy(good: EvalReport) -> None:
+    decision = judge(replace(good, certifications=[]), required_certifications=())
+    assert decision.verdict == "reject"
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "verdict"),
+    [
+        (None, "reject"),
+        (Fidelity("float32", 0, 0, []), "reject"),
+        (Fidelity("float32", 24, 23, [divergence(near_tie=False)]), "reject"),
+        (Fidelity("float32", 24, 23, [divergence(near_tie=True)]), "reject"),
+        (Fidelity("bfloat16", 24, 23, [divergence(near_tie=False)]), "reject"),
+        (Fidelity("bfloat16", 24, 23, []), "reject"),
+        (Fidelity("bfloat16", 24, 23, [divergence(near_tie=True)]), "promote"),
+        (Fidelity("bfloat16", 24, 24, []), "promote"),
+    ],
+)
+def test_e6_fidelity(good: EvalReport, fidelity: Fidelity | None, verdict: str) -> None:
+    decision = judge(replace(good, fidelity=fidelity))
+    assert decision.verdict == verdict
+    if fidelity and verdict == "promote" and fidelity.divergences:
+        assert "near-tie" in check(decision, "fidelity").reason
+
+
+def test_a_lossy_drafter_is_held(good: EvalReport) -> None:
+    decision = judge(replace(good, lossless=False, fidelity=None))
+    assert decision.verdict == "hold"
+    assert "task-quality" in decision.reason
+
+
+# --- Against a champion
+
+
+def test_better_than_the_champion_is_promoted(good: EvalReport) -> None:
+    decision = judge(make_report(1.05), good)
+    assert decision.verdict == "promote"
+    assert "champion" in decision.reason
+    assert check(decision, "gain_over_champion").champion == pytest.approx(good.primary.summary.mean_accepted_length)
+
+
+def test_a_run_on_less_data_is_rejected_and_says_so(good: EvalReport) -> None:
+    decision = judge(make_report(0.9, num_training_rows=1_200), good)
+    assert decision.verdict == "reject"
+    assert "1,200 rows" in decision.reason
+    assert decision.champion_version == "1"
+
+
+def test_the_same_drafter_again_is_held(good: EvalReport) -> None:
+    assert judge(good, good).verdict == "hold"
+
+
+def test_an_inconclusive_gain_is_held(good: EvalReport) -> None:
+    """Better on every other prompt and worse on the rest: on average no difference that could be shown."""
+    better, worse = make_result(1.1), make_result(0.9)
+    mixed = [(b, w)[i % 2] for i, (b, w) in enumerate(zip(better.prompts, worse.prompts, strict=True))]
+    settings = {"temperature": 0.0, "draft_sample_method": "greedy", "num_speculative_tokens": 3, "draws": 50}
+    result = acceptance_result(mixed, setting="greedy", **settings)
+    decision = judge(replace(good, acceptance=[result], certifications=good.certifications[:1]), good)
+    gain = check(decision, "gain_over_champion")
+    assert decision.verdict == "hold"
+    assert not gain.passed
+    assert gain.on_failure == "hold"
+
+
+def test_a_domain_that_gets_much_worse_rejects(good: EvalReport) -> None:
+    worse = {d: rate * (0.3 if d == "code" else 1.3) for d, rate in DOMAINS.items()}
+    decision = judge(make_report(domains=worse), good)
+    assert check(decision, "gain_over_champion").passed
+    assert decision.verdict == "reject"
+    assert decision.reason.startswith("domain:code")
+
+
+def test_a_domain_with_few_prompts_is_shown_and_not_judged() -> None:
+    worse = {d: rate * (0.3 if d == "code" else 1.3) for d, rate in DOMAINS.items()}
+    champion = make_report()
+    decision = judge(make_report(domains=worse), champion, min_domain_prompts=11)
+    assert decision.verdict == "promote"
+    assert check(decision, "domain:code").reason.startswith("shown: 10 prompts")
+
+
+def test_another_target_is_rejected(good: EvalReport) -> None:
+    other = replace(good, target=replace(good.target, weights_sha256="9" * 64))
+    assert judge(make_report(1.2), other).verdict == "reject"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"acceptance": [make_result(0.9, gamma=2)]}, "not measured at greedy γ=3"),
+        ({"acceptance": [replace(make_result(0.9), temperature=0.5)]}, "measured at"),
+        ({"acceptance": [make_result(0.9, per_domain=9)]}, "other prompts"),
+        ({"eval_prompts_sha256": "0" * 64}, "other prompts"),
+        ({"num_training_rows": 1, "untrained": make_result(0.1, per_domain=2)}, "untrained"),
+    ],
+)
+def test_a_champion_that_is_not_comparable_holds(good: EvalReport, change: dict[str, Any], word: str) -> None:
+    decision = judge(make_report(1.2), replace(good, **change))
+    assert decision.verdict == "hold"
+    assert word in decision.reason
+
+
+def test_g6_a_champion_that_is_not_finite_holds(good: EvalReport) -> None:
+    assert good.speed is not None
+    champion = replace(good, speed=replace(good.speed, target_tokens_per_second=math.nan))
+    assert judge(make_report(1.2), champion).verdict == "hold"
+
+
+def test_g3_an_alias_to_a_missing_version_does_not_promote(good: EvalReport) -> None:
+    decision = decide(good, None, GatePolicy(), report_sha256="f", champion_version="2")
+    assert decision.verdict == "hold"
+    assert "champion points to version 2" in decision.reason
+
+
+# --- Speed, both means, text
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict"), [(None, "promote"), (1.05, "promote"), (1.17, "hold"), (2.0, "reject"), (0.0, "promote")]
+)
+def test_speed_is_judged_only_where_asked(good: EvalReport, asked: float | None, verdict: str) -> None:
+    decision = judge(good, min_speedup=asked)
+    assert decision.verdict == verdict
+    assert check(decision, "speedup").reason.startswith("shown") == (asked is None)
+
+
+def test_asked_speed_that_was_not_measured_holds(good: EvalReport) -> None:
+    assert judge(replace(good, speed=None)).verdict == "promote"
+    assert judge(replace(good, speed=None), min_speedup=1.0).verdict == "hold"
+
+
+def test_e18_both_means_are_named() -> None:
+    prompts = [PromptCounts(f"a{i}", "A", 100.0, 100.0, [90.0]) for i in range(10)]
+    prompts += [PromptCounts(f"b{i}", "B", 10.0, 10.0, [1.0]) for i in range(10)]
+    settings = {"setting": "greedy", "temperature": 0.0, "draft_sample_method": "greedy", "num_speculative_tokens": 1}
+    result = acceptance_result(prompts, **settings, draws=50)
+    untrained = acceptance_result([replace(p, accepted_at_position=[0.0]) for p in prompts], **settings, draws=50)
+    report = replace(make_report(gammas=(1,)), acceptance=[result], untrained=untrained)
+    decision = judge(report, min_prompts=20)
+    assert check(decision, "acceptance_rate:tokens").observed == pytest.approx(910 / 1100)
+    assert check(decision, "acceptance_rate:domains").observed == pytest.approx(0.5)
+
+
+def test_the_table_is_aligned_and_fits(good: EvalReport) -> None:
+    text = format_decision(judge(make_report(0.9), good))
+    lines = text.splitlines()
+    assert text.startswith("REJECT (against champion version 1)")
+    assert max(map(len, lines)) <= 120
+    header = next(line for line in lines if line.startswith("check"))
+    column = header.index("result")
+    rows = [line for line in lines if line.startswith(("report_valid", "gain_over_champion", "domain:code", "speedup"))]
+    assert [row[column:].split()[0] for row in rows] == ["ok", "REJECT", "ok", "shown"]
