@@ -33,6 +33,10 @@ class TargetArguments:
     target_dtype: str = field(
         default="bfloat16", metadata={"help": "dtype in which it serves, writes training text and is timed."}
     )
+    target_device_map: str | None = field(
+        default=None,
+        metadata={"help": "auto spreads a target too large for one GPU over all; then launch a single process."},
+    )
     eval_dtype: str = field(
         default="float32", metadata={"help": "dtype of evaluation texts, replay and the decoder that certifies it."}
     )

@@ -43,9 +43,12 @@ class Target:
         """Longest text in tokens, or None where the configuration does not say."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
-    def load_model(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-        """The target in evaluation mode, without gradients."""
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).to(device).eval()
+    def load_model(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", device_map: str | None = None
+    ) -> PreTrainedModel:
+        """The target in evaluation mode, without gradients, on `device`, or spread as accelerate's `device_map` says."""
+        placement = device_map or {"": device}
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, device_map=placement).eval()
         model.requires_grad_(False)
         return model
 

@@ -1,6 +1,7 @@
 """Owns the export of a draft model: a Hugging Face directory that vLLM (`draft_model`), SGLang (STANDALONE) and
 transformers (`assistant_model`) read as it is."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -48,7 +49,9 @@ def export_draft_model(
             "engines refuse such a pair; train the draft from a model resized to the target's vocabulary"
         )
     eos = target.identity.eos_token_ids
-    model = model.to(dtype)
+    model = copy.deepcopy(model).to(dtype)  # `to` would convert the caller's own model
+    # Engines go by the key and drop the projection where it says tied, whatever the tensors are.
+    model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.config.eos_token_id = eos[0] if len(eos) == 1 else eos
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
@@ -62,7 +65,7 @@ def export_draft_model(
         model.save_pretrained(temporary)
         copy_tokenizer(target.path, temporary)
         _mirror_legacy_keys(temporary)
-        tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
         check_read_back(temporary, {name: t for name, t in model.state_dict().items() if name not in tied})
         return write_record(
             temporary,

@@ -93,8 +93,13 @@ def parse(
     _check_keys(list(from_file), known, str(path))
     _check_keys(on_command_line, known, "command line")
     parser = TrlParser(types, allow_abbrev=False)
-    # Without an accelerator the trainer wants to be told so before it allows bf16
-    parser.set_defaults_with_config(**{"use_cpu": not torch.accelerator.is_available(), **from_file})
+    defaults = {
+        # Without an accelerator the trainer wants to be told so before it allows bf16
+        "use_cpu": not torch.accelerator.is_available(),
+        # TRL's own default still goes by the old name of this key, which warns
+        "activation_checkpointing": bool(getattr(training_arguments, "gradient_checkpointing", False)),
+    }
+    parser.set_defaults_with_config(**defaults | from_file)
     try:
         *ours, training = parser.parse_args_into_dataclasses(args=rest)
     except (ValueError, TypeError) as error:

@@ -67,7 +67,7 @@ class Run:
 
     def target_model(self, dtype_name: str) -> PreTrainedModel:
         """The target on this process's device, in "float32", "bfloat16" or "float16"."""
-        return self.target.load_model(dtype_of(dtype_name), self.device)
+        return self.target.load_model(dtype_of(dtype_name), self.device, self.config.target.target_device_map)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -174,12 +174,13 @@ def _plan(run: Run, trained_bytes: int) -> None:
     disk = states + trained_bytes * (checkpoints + 2 + 2)
     free = _check_disk(run.directory, disk)
     parameters = weights_bytes(run.target) / 2
-    memory = int(parameters * (4 + 2) + trained_bytes * 4)
-    available = _memory_bytes(run.device)
+    element = dtype_of(run.config.target.eval_dtype).itemsize
+    memory = int(parameters * element + trained_bytes * 4)  # weights, gradients and AdamW's two moments
+    available = _memory_bytes(run.device) * (torch.cuda.device_count() if run.config.target.target_device_map else 1)
     if memory > available:
         raise ArtifactError(
             f"the run needs about {memory / 1e9:.1f} GB of memory on {run.device} and it has {available / 1e9:.1f} GB; "
-            "set eval_dtype to bfloat16, or use more processes with accelerate_configs/fsdp.yaml"
+            "set eval_dtype to bfloat16, or spread the target over more GPUs with target_device_map: auto"
         )
     logger.info("plan  target    %s, %.0f M parameters, on %s", run.target.identity.model_id, parameters / 1e6, run.device)
     logger.info("plan  data      %d answers of up to %d tokens to train on", rows, data.train_max_new_tokens)

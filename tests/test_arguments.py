@@ -1,0 +1,73 @@
+"""Configuration: what wins, what is refused and with which hint, and that the resolved one loads again."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import SFTConfig
+
+from specdist.config import DraftArguments, EvaluationArguments, HeadsArguments, RecipeConfig, check_heads
+from specdist.errors import ConfigError
+from specdist.stages.arguments import parse
+
+
+def read(tmp_path: Path, text: str, *arguments: str) -> RecipeConfig:
+    path = tmp_path / "draft.yaml"
+    path.write_text(text + f"\noutput_dir: {tmp_path / 'run'}\nreport_to: none\n", encoding="utf-8")
+    return parse(
+        DraftArguments, SFTConfig, default_config="does/not/exist.yaml", arguments=["--config", str(path), *arguments]
+    )
+
+
+def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
+    config = read(tmp_path, "top_p: 0.9\neval_temperature: 0.7\nlearning_rate: 1e-4", "--eval_temperature", "0.6")
+    assert (config.data.top_p, config.data.eval_temperature, config.data.top_k) == (0.9, 0.6, 0)
+    assert config.training.learning_rate == 1e-4
+
+
+def test_lists_and_nothing_come_from_both(tmp_path: Path) -> None:
+    config = read(tmp_path, "draft_layers: [0, 5]\nmax_train_prompts: 3", "--train_temperatures", "0", "0.8")
+    assert config.model.draft_layers == [0, 5]
+    assert config.data.train_temperatures == [0.0, 0.8]
+    assert config.data.max_eval_prompts is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("lerning_rate: 0.1", [], "unknown key 'lerning_rate'; did you mean learning_rate"),
+        ("", ["--draft_layer", "1"], "unknown key 'draft_layer'; did you mean draft_layers"),
+        ("", ["--max_new_tokns=4"], "unknown key 'max_new_tokns'"),
+        ("top_p: 1.5", [], "top_p 1.5"),
+        ("num_speculative_tokens: 0", [], "num_speculative_tokens = 0: expected 1 to 8"),
+        ("target_dtype: fp32", [], "target_dtype = 'fp32': expected one of float32, bfloat16, float16"),
+        ("eval_temperature: 0", [], "eval_temperature"),
+        ("train_temperatures: []", [], "train_temperatures is empty"),
+        ("learning_rate: quick", [], "learning_rate = 'quick': expected a number"),
+        ("- a\n- b", [], "not valid YAML|key: value"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_with_a_hint(
+    tmp_path: Path, text: str, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text, *arguments)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        parse(DraftArguments, SFTConfig, default_config="does/not/exist.yaml", arguments=[])
+
+
+def test_the_resolved_configuration_loads_again_as_itself(tmp_path: Path) -> None:
+    config = read(tmp_path, "draft_layers: [0, 5]\nlearning_rate: 1.0e-4\nsave_strategy: steps\nsave_steps: 7")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.resolved()), encoding="utf-8")
+    again = parse(DraftArguments, SFTConfig, default_config="", arguments=[f"--config={path}"])
+    assert again.resolved() == config.resolved()
+    assert again.training.save_steps == 7
+
+
+def test_heads_cannot_be_judged_beyond_their_number() -> None:
+    with pytest.raises(ConfigError, match="2 heads draft at most 2"):
+        check_heads(HeadsArguments(medusa_num_heads=2), EvaluationArguments(num_speculative_tokens=3))

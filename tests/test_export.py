@@ -1,0 +1,436 @@
+"""Exports hold exactly what engines read: names, keys, ids, numbers; and whatever is incomplete or altered is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from specdist.drafters.causal_lm import load_draft_model, prune_layers
+from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
+from specdist.errors import ArtifactError, ConfigError
+from specdist.export import draft_model, medusa
+from specdist.export.record import EXPORT_FILE, ExportRecord, check_read_back, copy_tokenizer, read_record
+from specdist.target import Target, open_target
+
+HIDDEN = 32
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> Target:
+    return open_target(str(tiny_target_dir))
+
+
+def make_heads(num_heads: int = 3, num_layers: int = 1) -> MedusaHeads:
+    heads = MedusaHeads(num_heads, num_layers, HIDDEN)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return heads
+
+
+def export_draft(target: Target, directory: Path, model=None, dtype: torch.dtype = torch.float32) -> ExportRecord:
+    model = prune_layers(target.load_model(torch.float32), [1]) if model is None else model
+    return draft_model.export_draft_model(
+        model, target, directory, dtype=dtype, num_speculative_tokens=4, checkpoint_step=7
+    )
+
+
+def export_heads(
+    target: Target, directory: Path, heads: MedusaHeads | None = None, dtype: torch.dtype = torch.float32
+) -> ExportRecord:
+    projection = target.load_model(torch.float32).get_output_embeddings().weight
+    heads = heads or make_heads()
+    return medusa.export_medusa(
+        heads, projection, target, directory, dtype=dtype, num_speculative_tokens=3, checkpoint_step=7
+    )
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def tied_llama(vocab_size: int) -> LlamaForCausalLM:
+    config = make_tiny_llama(vocab_size, layers=1).config
+    config.tie_word_embeddings = True
+    torch.manual_seed(4)
+    return LlamaForCausalLM(config).eval()
+
+
+TEXT = torch.tensor([[5, 9, 40, 3, 77, 12]])
+
+
+# Draft models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_c6_x6_x8_a_draft_comes_back_offline_with_the_same_logits(
+    target: Target, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = prune_layers(target.load_model(torch.float32), [1]).eval()
+    record = export_draft(target, tmp_path / "export", model, dtype)
+    assert model.dtype == torch.float32, "exporting must leave the caller's model as it was"
+    reloaded = load_draft_model(tmp_path / "export", dtype)
+    with torch.inference_mode():
+        expected = prune_layers(target.load_model(dtype), [1]).eval()(TEXT).logits
+        assert torch.equal(reloaded(TEXT).logits, expected)
+    assert record.num_parameters == model.num_parameters()
+    names = {p.name for p in (tmp_path / "export").iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", EXPORT_FILE}
+    assert not [name for name in names if name.endswith((".bin", ".pt"))]
+
+
+def test_c6_tied_weights_are_saved_once_and_come_back_tied(target: Target, tmp_path: Path) -> None:
+    model = tied_llama(target.identity.vocab_size)
+    export_draft(target, tmp_path / "export", model)
+    assert "lm_head.weight" not in load_file(tmp_path / "export/model.safetensors")
+    reloaded = load_draft_model(tmp_path / "export", torch.float32)
+    assert reloaded.lm_head.weight.data_ptr() == reloaded.model.embed_tokens.weight.data_ptr()
+    with torch.inference_mode():
+        assert torch.equal(reloaded(TEXT).logits, model(TEXT).logits)
+
+
+def test_c7_a_config_that_calls_different_weights_tied_is_corrected(target: Target, tmp_path: Path) -> None:
+    model = make_tiny_llama(target.identity.vocab_size, layers=1, seed=4)
+    model.config.tie_word_embeddings = True
+    export_draft(target, tmp_path / "export", model)
+    assert read(tmp_path / "export/config.json")["tie_word_embeddings"] is False
+    reloaded = load_draft_model(tmp_path / "export", torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(reloaded(TEXT).logits, model(TEXT).logits)
+
+
+def test_c7_a_config_that_calls_one_tensor_two_is_corrected(target: Target, tmp_path: Path) -> None:
+    model = tied_llama(target.identity.vocab_size)
+    model.config.tie_word_embeddings = False
+    export_draft(target, tmp_path / "export", model)
+    assert read(tmp_path / "export/config.json")["tie_word_embeddings"] is True
+    reloaded = load_draft_model(tmp_path / "export", torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(reloaded(TEXT).logits, model(TEXT).logits)
+
+
+def test_x3_a_contradictory_generation_config_does_not_stop_the_export(target: Target, tmp_path: Path) -> None:
+    model = prune_layers(target.load_model(torch.float32), [1])
+    model.generation_config = GenerationConfig(do_sample=False, temperature=0.9, top_p=0.6)
+    with pytest.raises(ValueError, match="temperature"):
+        model.save_pretrained(tmp_path / "as-it-is")
+    export_draft(target, tmp_path / "export", model)
+    saved = read(tmp_path / "export/generation_config.json")
+    assert saved["num_assistant_tokens"] == 4
+    assert saved["num_assistant_tokens_schedule"] == "constant"
+    assert saved["assistant_confidence_threshold"] == 0.0
+    assert not {"temperature", "top_p"} & set(saved)
+
+
+def test_x4_no_file_of_an_export_names_a_path_of_this_machine(target: Target, tmp_path: Path) -> None:
+    export_draft(target, tmp_path / "draft")
+    export_heads(target, tmp_path / "medusa")
+    for path in tmp_path.glob("*/*.json"):
+        assert str(target.path) not in path.read_text(), path
+        assert str(tmp_path) not in path.read_text(), path
+
+
+def test_x7_another_vocabulary_size_is_refused(target: Target, tmp_path: Path) -> None:
+    model = make_tiny_llama(target.identity.vocab_size + 1, layers=1)
+    with pytest.raises(ConfigError, match="vocab_size 269 != target vocab_size 268"):
+        export_draft(target, tmp_path / "export", model)
+    assert not (tmp_path / "export").exists()
+
+
+def test_x10_the_exported_eos_set_is_the_targets(target: Target, tmp_path: Path) -> None:
+    export_draft(target, tmp_path / "export")
+    eos = target.identity.eos_token_ids
+    assert len(eos) == 2, "the fixture's configuration and generation configuration must differ"
+    assert AutoConfig.from_pretrained(tmp_path / "export").eos_token_id == eos
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == eos
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").eos_token_id in eos
+
+
+def test_x9_x11_the_tokenizer_is_the_targets_byte_for_byte(target: Target, tmp_path: Path) -> None:
+    export_draft(target, tmp_path / "export")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "export" / name).read_bytes() == (target.path / name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert len(tokenizer) == len(target.tokenizer)
+    assert tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    assert tokenizer.chat_template == target.tokenizer.chat_template
+
+
+def test_a_target_without_tokenizer_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="holds no tokenizer files"):
+        copy_tokenizer(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_older_readers_find_rope_theta_and_torch_dtype(target: Target, tmp_path: Path, dtype: str) -> None:
+    model = prune_layers(target.load_model(torch.float32), [1])
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 54321.0}
+    export_draft(target, tmp_path / "export", model, getattr(torch, dtype))
+    config = read(tmp_path / "export/config.json")
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 54321.0
+    assert config["torch_dtype"] == config["dtype"] == dtype
+    assert AutoConfig.from_pretrained(tmp_path / "export").rope_parameters["rope_theta"] == 54321.0
+
+
+def test_transformers_drafts_with_the_export_as_it_is(target: Target, tmp_path: Path) -> None:
+    export_draft(target, tmp_path / "export")
+    model = target.load_model(torch.float32)
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert assistant.generation_config.num_assistant_tokens == 4
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(TEXT)}
+    alone = model.generate(TEXT, **options)
+    assert torch.equal(model.generate(TEXT, assistant_model=assistant, **options), alone)
+
+
+# Medusa heads
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_x1_the_tensors_of_a_medusa_export_are_exactly_those_engines_read(
+    target: Target, tmp_path: Path, num_layers: int
+) -> None:
+    heads = make_heads(num_layers=num_layers)
+    export_heads(target, tmp_path / "export", heads, torch.bfloat16)
+    tensors = load_file(tmp_path / "export" / HEADS_FILE)
+    blocks = [f"{i}.{j}.linear" for i in range(3) for j in range(num_layers)]
+    shapes = {f"{block}.weight": (HIDDEN, HIDDEN) for block in blocks} | {f"{block}.bias": (HIDDEN,) for block in blocks}
+    shapes[f"0.{num_layers}.weight"] = (target.identity.vocab_size, HIDDEN)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == shapes
+    assert "lm_head.weight" not in tensors
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert {p.name for p in (tmp_path / "export").iterdir()} == {HEADS_FILE, "config.json", EXPORT_FILE}
+
+
+def test_x5_the_keys_of_a_medusa_config_are_exactly_those_engines_read(target: Target, tmp_path: Path) -> None:
+    export_heads(target, tmp_path / "export", make_heads(num_layers=2))
+    assert read(tmp_path / "export/config.json") == {
+        "model_type": "medusa",
+        "version": "2",
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 2,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "hidden_size": HIDDEN,
+        "vocab_size": target.identity.vocab_size,
+        "base_model_name_or_path": "tiny-target",
+        "torch_dtype": "float32",
+    }
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_an_engines_formula_on_the_file_gives_our_logits(target: Target, tmp_path: Path, num_layers: int) -> None:
+    heads, projection = make_heads(num_layers=num_layers), target.load_model(torch.float32).get_output_embeddings()
+    export_heads(target, tmp_path / "export", heads)
+    tensors = load_file(tmp_path / "export" / HEADS_FILE)
+    hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        ours = projection(heads(hidden))  # [H, 5, V]
+        reloaded = projection(load_heads(tmp_path / "export" / HEADS_FILE)(hidden))
+        for i in range(3):
+            x = hidden
+            for j in range(num_layers):
+                weight, bias = tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]
+                x = x + torch.nn.functional.silu(x @ weight.T + bias)
+            torch.testing.assert_close(x @ tensors[f"0.{num_layers}.weight"].T, ours[i])
+    assert torch.equal(reloaded, ours)
+
+
+def test_c6_a_projection_that_is_tied_to_the_embeddings_is_copied(target: Target, tmp_path: Path) -> None:
+    projection = tied_llama(target.identity.vocab_size).get_output_embeddings().weight
+    medusa.export_medusa(
+        make_heads(),
+        projection,
+        target,
+        tmp_path / "export",
+        dtype=torch.float32,
+        num_speculative_tokens=1,
+        checkpoint_step=0,
+    )
+    assert torch.equal(load_file(tmp_path / "export" / HEADS_FILE)["0.1.weight"], projection)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
+def test_a_draft_length_beyond_the_heads_is_refused(
+    target: Target, tmp_path: Path, num_speculative_tokens: int
+) -> None:
+    with pytest.raises(ConfigError, match="3 heads draft 1 to 3"):
+        medusa.export_medusa(
+            make_heads(),
+            torch.zeros(target.identity.vocab_size, HIDDEN),
+            target,
+            tmp_path / "export",
+            dtype=torch.float32,
+            num_speculative_tokens=num_speculative_tokens,
+            checkpoint_step=0,
+        )
+
+
+@pytest.mark.parametrize("shape", [(268, HIDDEN + 1), (267, HIDDEN)])
+def test_heads_of_another_target_are_refused(target: Target, tmp_path: Path, shape: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="belong to another target"):
+        medusa.export_medusa(
+            make_heads(),
+            torch.zeros(shape),
+            target,
+            tmp_path / "export",
+            dtype=torch.float32,
+            num_speculative_tokens=3,
+            checkpoint_step=0,
+        )
+
+
+def test_what_tgi_cannot_read_is_said_in_the_record(target: Target, tmp_path: Path) -> None:
+    assert not [x for x in export_heads(target, tmp_path / "one").known_limits if x.startswith("TGI")]
+    limits = export_heads(target, tmp_path / "two", make_heads(num_layers=2)).known_limits
+    assert [x for x in limits if x.startswith("TGI")]
+
+
+def change_tensors(path: Path, change: str) -> None:
+    tensors = load_file(path)
+    if change == "renamed":
+        tensors["1.0.linear.wieght"] = tensors.pop("1.0.linear.weight")
+    elif change == "missing":
+        del tensors["2.0.linear.bias"]
+    elif change == "a head between is missing":
+        del tensors["1.0.linear.weight"], tensors["1.0.linear.bias"]
+    elif change == "wrong shape":
+        tensors["1.0.linear.bias"] = torch.zeros(HIDDEN - 1)
+    elif change == "empty":
+        tensors["1.0.linear.bias"] = torch.zeros(0)
+    elif change == "native names":
+        tensors = {f"blocks.{i}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for i in range(3)}
+    else:  # one output projection per head: the form of version 1
+        tensors["1.1.weight"] = tensors["0.1.weight"].clone()
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("renamed", r"1\.0\.linear\.wieght"),
+        ("missing", r"2\.0\.linear\.bias"),
+        ("a head between is missing", r"1\.0\.linear\.weight"),
+        ("wrong shape", r"1\.0\.linear\.bias"),
+        ("empty", r"1\.0\.linear\.bias"),
+        ("native names", r"blocks\.0\.layers"),
+        ("version 1", r"1\.1\.weight"),
+    ],
+)
+def test_x1_x2_c10_heads_of_another_form_are_refused(target: Target, tmp_path: Path, change: str, named: str) -> None:
+    export_heads(target, tmp_path / "export")
+    file = tmp_path / "export" / HEADS_FILE
+    change_tensors(file, change)
+    with pytest.raises(ArtifactError, match=named) as caught:
+        load_heads(file)
+    assert str(file) in str(caught.value)
+    with pytest.raises(ArtifactError, match=HEADS_FILE):
+        read_record(tmp_path / "export")
+
+
+def damage(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "one byte short": data[:-1],
+            "cut in the header": data[:20],
+            "empty": b"",
+            "huge header": (1 << 60).to_bytes(8, "little") + data[8:],
+            "three bytes more": data + b"\0\0\0",
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize("kind", ["one byte short", "cut in the header", "empty", "huge header", "three bytes more"])
+def test_c8_c9_a_damaged_file_is_named(target: Target, tmp_path: Path, kind: str) -> None:
+    export_heads(target, tmp_path / "export")
+    file = tmp_path / "export" / HEADS_FILE
+    damage(file, kind)
+    with pytest.raises(ArtifactError, match=HEADS_FILE):
+        load_heads(file)
+    with pytest.raises(ArtifactError, match=HEADS_FILE):
+        read_record(tmp_path / "export")
+
+
+def test_c8_a_missing_file_is_named(target: Target, tmp_path: Path) -> None:
+    export_heads(target, tmp_path / "export")
+    (tmp_path / "export" / HEADS_FILE).unlink()
+    with pytest.raises(ArtifactError, match=HEADS_FILE):
+        load_heads(tmp_path / "export" / HEADS_FILE)
+    with pytest.raises(ArtifactError, match=HEADS_FILE):
+        read_record(tmp_path / "export")
+
+
+# The record
+
+
+@pytest.mark.parametrize("export", [export_draft, export_heads])
+def test_the_record_comes_back_and_other_files_may_lie_beside(target: Target, tmp_path: Path, export) -> None:
+    record = export(target, tmp_path / "export")
+    (tmp_path / "export/report.json").write_text("{}")
+    assert read_record(tmp_path / "export") == record
+    assert record.target == target.identity
+    assert record.checkpoint_step == 7
+    assert record.lossless
+    assert record.speculative_config["model"] == "."
+    written = {p.name for p in (tmp_path / "export").iterdir()}
+    assert set(record.files) == written - {EXPORT_FILE, "report.json"}
+
+
+def test_the_same_drafter_has_the_same_hash_and_another_has_not(target: Target, tmp_path: Path) -> None:
+    first, again = (export_heads(target, tmp_path / name) for name in ("a", "b"))
+    other = export_heads(target, tmp_path / "c", make_heads(num_heads=4))
+    assert first.drafter_sha256 == again.drafter_sha256 != other.drafter_sha256
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_an_altered_file_is_found(target: Target, tmp_path: Path, name: str) -> None:
+    export_draft(target, tmp_path / "export")
+    file = tmp_path / "export" / name
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ArtifactError, match=f"{name}: missing, incomplete or altered"):
+        read_record(tmp_path / "export")
+
+
+def test_a_record_whose_hashes_were_altered_is_refused(target: Target, tmp_path: Path) -> None:
+    export_heads(target, tmp_path / "export")
+    file = tmp_path / "export" / EXPORT_FILE
+    data = read(file)
+    del data["files"]["config.json"]
+    file.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=f"{EXPORT_FILE}: drafter_sha256"):
+        read_record(tmp_path / "export")
+
+
+def test_exporting_again_replaces_the_old_export(target: Target, tmp_path: Path) -> None:
+    export_draft(target, tmp_path / "export")
+    export_heads(target, tmp_path / "export")
+    assert not (tmp_path / "export/model.safetensors").exists()
+    assert read_record(tmp_path / "export").format == "medusa"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"a": torch.zeros(2)},
+        {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)},
+        {"a": torch.zeros(2), "x": torch.zeros(3)},
+        {"a": torch.zeros(2), "b": torch.ones(3)},
+        {"a": torch.zeros(2), "b": torch.zeros(2)},
+        {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16)},
+    ],
+    ids=["missing", "too many", "renamed", "values", "shape", "dtype"],
+)
+def test_x1_what_was_written_is_compared_with_what_was_meant(tmp_path: Path, found: dict[str, torch.Tensor]) -> None:
+    meant = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    save_file(meant, tmp_path / "model.safetensors")
+    check_read_back(tmp_path, meant)
+    save_file(found, tmp_path / "model.safetensors")
+    with pytest.raises(ArtifactError, match="export again"):
+        check_read_back(tmp_path, meant)
