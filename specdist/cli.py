@@ -1,0 +1,105 @@
+"""Owns the command `specdist`: looking at the registry and rolling back. Everything else is a recipe.
+
+Heavy packages are imported by the library when a command needs them, so `--help` and `registry path` are instant.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdist.errors import ArtifactError, SpecdistError
+from specdist.registry.store import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH, Registry, model_names
+
+_COLUMNS = ("model", "version", "champion", "mean accepted length", "created")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 with the reason on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except SpecdistError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specdist", description="Look at released drafters and roll back.")
+    groups = parser.add_subparsers(required=True, metavar="GROUP")
+    registry = groups.add_parser("registry", help="published versions and the champion that serves")
+    commands = registry.add_subparsers(required=True, metavar="COMMAND")
+
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    model = argparse.ArgumentParser(add_help=False, parents=[shared])
+    model.add_argument("model", metavar="MODEL")
+
+    command = commands.add_parser("list", parents=[shared], help="all models and versions; * marks the champion")
+    command.set_defaults(run=_list)
+    command = commands.add_parser("show", parents=[model], help="one version, its tags; its files are verified")
+    command.add_argument("version", metavar="VERSION", nargs="?", help="default: the champion")
+    command.set_defaults(run=_show)
+    command = commands.add_parser("path", parents=[model], help="path of the champion link, to give to an engine")
+    command.set_defaults(run=_path)
+    command = commands.add_parser("rollback", parents=[model], help="make an earlier champion champion again")
+    command.add_argument("--to", metavar="N", help="version (default: the champion before the present one)")
+    command.set_defaults(run=_rollback)
+    return parser
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def _open(arguments: argparse.Namespace) -> Registry:
+    registry = Registry(arguments.root, arguments.model)
+    if arguments.model not in (names := model_names(arguments.root)):
+        raise ArtifactError(f"{arguments.root}: no model {arguments.model!r}; there are {names}")
+    return registry
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    rows, errors = [_COLUMNS], []
+    for name in model_names(arguments.root):
+        registry = Registry(arguments.root, name)
+        champion = None
+        try:
+            champion = registry.champion()
+        except ArtifactError as error:
+            errors.append(str(error))
+        for version in registry.versions():
+            mark = "*" if version == champion else "" if version.path.is_dir() else "(missing)"
+            length, created = (version.tags.get(key, "") for key in (TAG_MEAN_ACCEPTED_LENGTH, TAG_CREATED))
+            rows.append((name, version.number, mark, length, created))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    for row in rows:
+        _write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if errors:
+        raise ArtifactError("\n".join(errors))
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    registry = _open(arguments)
+    version = registry.get(arguments.version) if arguments.version else registry.champion()
+    if version is None:
+        raise ArtifactError(f"{arguments.model}: no champion yet; name a version")
+    moves = [f"{entry['action']} {entry['time']}" for entry in registry.history() if entry["version"] == version.number]
+    fields = {"model": arguments.model, "version": version.number, "path": str(version.path), **version.tags}
+    if moves:
+        fields["became champion"] = ", ".join(moves)
+    width = max(map(len, fields))
+    for key, value in fields.items():
+        _write(f"{key.ljust(width)}  {value}")
+    registry.verify(version)
+    _write(f"{'files'.ljust(width)}  as published")
+
+
+def _path(arguments: argparse.Namespace) -> None:
+    _write(str(Registry(arguments.root, arguments.model).champion_path()))
+
+
+def _rollback(arguments: argparse.Namespace) -> None:
+    version = _open(arguments).rollback(arguments.to)
+    _write(f"champion of {arguments.model} is now version {version.number}; a running server must be restarted")

@@ -1,0 +1,75 @@
+"""Owns the directory of one version: an export and its evidence, written once, read-only, each file with its hash."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdist.errors import ArtifactError, ConfigError
+from specdist.provenance import read_json, sha256_file, sync_directory, write_json
+
+MANIFEST = "version.json"
+TAG_MANIFEST = "manifest_sha256"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One published version. `digest` is the SHA-256 of its export (`provenance.sha256_tree` of that directory)."""
+
+    number: str
+    path: Path
+    digest: str
+    tags: dict[str, str]
+
+
+def version_sources(export_dir: Path, files: dict[str, Path]) -> dict[str, Path]:
+    """Source of each file of a version by its name there. `files` (name: path) lie beside those of the export.
+
+    Raises ArtifactError where a file is missing, the export is empty, or two files would have one name.
+    """
+    if nested := sorted(name for name in files if Path(name).name != name):
+        raise ConfigError(f"files {nested}: expected plain file names")
+    export = {p.relative_to(export_dir).as_posix(): p for p in sorted(export_dir.rglob("*")) if p.is_file()}
+    if not export:
+        raise ArtifactError(f"{export_dir}: no export here; the stage that writes it has not finished")
+    if clash := sorted({*files, MANIFEST} & set(export)) or {MANIFEST} & set(files):
+        raise ArtifactError(f"{export_dir}: {clash} would be written twice; rename them in the export")
+    if missing := [str(path) for path in files.values() if not path.is_file()]:
+        raise ArtifactError(f"{missing}: no such file; the stage that writes it has not finished")
+    return {**export, **files}
+
+
+def copy_files(sources: dict[str, Path], hashes: dict[str, str], directory: Path) -> None:
+    """Copy `sources` below `directory`, synced. Raises ArtifactError where a copy is not what was hashed."""
+    for name, source in sources.items():
+        goal = directory / name
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, goal)
+        with goal.open("rb+") as file:
+            os.fsync(file.fileno())
+        if sha256_file(goal) != hashes[name]:
+            raise ArtifactError(f"{goal}: differs from {source}; that changed while being copied or a disk is faulty")
+
+
+def seal(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, make every file read-only and sync the directories."""
+    write_json(directory / MANIFEST, manifest)
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            path.chmod(0o444)
+    sync_directory(directory)
+
+
+def verify_version(version: Version) -> None:
+    """Hash the files of a version again. Raises ArtifactError naming those altered, missing or added."""
+    manifest = version.path / MANIFEST
+    if not manifest.is_file() or sha256_file(manifest) != version.tags.get(TAG_MANIFEST):
+        raise ArtifactError(f"{manifest}: missing or altered since it was published; restore it or publish again")
+    expected = read_json(manifest)["files"]
+    paths = (path for path in version.path.rglob("*") if path.is_file() and path != manifest)
+    found = {path.relative_to(version.path).as_posix(): sha256_file(path) for path in paths}
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        raise ArtifactError(f"{version.path}: altered, missing or added since it was published: {wrong}; restore them")

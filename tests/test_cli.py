@@ -1,0 +1,134 @@
+"""The command line over a registry with two models: what is printed where, exit codes, what is imported."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from registry_factory import empty_database
+
+from specdist import cli
+from specdist.registry.store import Registry
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with two versions of "alpha" and one of "beta". Read only: `root` is a copy."""
+    directory = tmp_path_factory.mktemp("published")
+    (directory / "registry").mkdir()
+    (directory / "registry" / "mlflow.db").write_bytes(empty_database())
+    for model, length, expected in (("alpha", "2.31", None), ("alpha", "2.48", "1"), ("beta", "1.90", None)):
+        export = directory / f"export-{length}"
+        export.mkdir()
+        (export / "config.json").write_text(length)
+        registry = Registry(directory / "registry", model)
+        registry.publish(export, files={}, tags={"mean_accepted_length": length}, expected_champion=expected)
+    return directory / "registry"
+
+
+@pytest.fixture
+def root(published: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(published, tmp_path / "registry", symlinks=True))
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["registry", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_list_shows_every_version_and_marks_champions(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "list", "--root", root)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert [row[:-1] for row in rows] == [
+        ["alpha", "1", "2.31"],
+        ["alpha", "2", "*", "2.48"],
+        ["beta", "1", "*", "1.90"],
+    ]
+    assert all(row[-1].startswith("20") for row in rows)
+
+
+def test_list_shows_what_is_left_when_a_champion_is_missing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(root / "alpha" / "versions" / "2")
+    code, out, err = run(capsys, "list", "--root", root)
+    assert code == 2
+    assert "(missing)" in out
+    assert "beta" in out
+    assert "champion of alpha points to missing version" in err
+
+
+def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", "alpha", "--root", root)
+    fields = dict(line.split("  ", 1) for line in out.splitlines())
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    assert code == 0
+    assert fields["version"] == "2"
+    assert fields["mean_accepted_length"] == "2.48"
+    assert fields["path"] == str(root / "alpha" / "versions" / "2")
+    assert fields["files"] == "as published"
+    assert "version               1" in run(capsys, "show", "alpha", "1", "--root", root)[1]
+
+
+def test_show_reports_a_tampered_version(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "alpha" / "versions" / "1" / "config.json"
+    path.unlink()
+    path.write_text("other")
+    code, out, err = run(capsys, "show", "alpha", "1", "--root", root)
+    assert code == 2
+    assert "2.31" in out
+    assert "config.json" in err
+
+
+def test_path_prints_the_link_and_nothing_else(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert run(capsys, "path", "alpha", "--root", "registry") == (0, f"{root}/alpha/aliases/champion\n", "")
+
+
+def test_rollback(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "rollback", "alpha", "--root", root)
+    assert code == 0
+    assert "now version 1" in out
+    assert os.readlink(root / "alpha" / "aliases" / "champion") == "../versions/1"
+    assert run(capsys, "rollback", "alpha", "--to", "2", "--root", root)[0] == 0
+    assert os.readlink(root / "alpha" / "aliases" / "champion") == "../versions/2"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["list", "--root", "nowhere"], "nowhere: no registry here"),
+        (["show", "gamma"], r"no model 'gamma'; there are \['alpha', 'beta'\]"),
+        (["show", "alpha", "7"], "no version 7"),
+        (["path", "gamma"], "gamma has no champion"),
+        (["rollback", "beta"], "no earlier champion"),
+        (["rollback", "gamma"], "no model 'gamma'"),
+        (["rollback", "alpha", "--to", "7"], "no version 7"),
+        (["path", "my-eagle-draft"], "vLLM misreads"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+) -> None:
+    monkeypatch.chdir(root.parent)
+    code, out, err = run(capsys, *argv, *([] if "--root" in argv else ["--root", root]))
+    assert (code, out) == (2, "")
+    assert re.match(f"error: .*{message}", err)
+    assert len(err.splitlines()) == 1
+    assert not Path("nowhere").exists()
+
+
+def test_the_default_root_is_that_of_the_recipes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._parser().parse_args(["registry", "list"]).root == Path("runs/registry")
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    script = "import sys, specdist.cli; print(sorted({'torch', 'mlflow', 'numpy', 'sqlalchemy'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout == "[]\n"

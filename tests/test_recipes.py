@@ -1,0 +1,186 @@
+"""Both recipes as a user starts them, on a tiny target: the whole chain, its second run, and SIGKILL in each stage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specdist.provenance import sha256_file
+from specdist.registry.store import Registry
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
+# What appears in a run's directory as its stages go by; a run is killed as soon as one of them is there.
+MILESTONES = (
+    "data/*/shard-00002.parquet",
+    "data/*/manifest.json",
+    "data/*/target-states.safetensors",
+    "run/evaluations/checkpoint-0.json",
+    "run/checkpoints/checkpoint-16",
+    "run/checkpoints/checkpoint-32/complete.json",
+    "run/checkpoints/done.json",
+    "run/export/export.json",
+    "run/report.json",
+    "run/gate.json",
+    "registry/*/versions/.tmp-*",
+    "registry/*/versions/1",
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make = [sys.executable, "scripts/make_tiny_target.py", str(directory)]
+    subprocess.run(make, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    return directory / "target"
+
+
+def command(kind: str, target: Path, directory: Path, *extra: str) -> list[str]:
+    return [
+        sys.executable,
+        *(RECIPES[kind], "--config", f"recipes/configs/tiny/{kind}.yaml", "--target_model", str(target)),
+        *("--output_dir", str(directory / "run"), "--data_dir", str(directory / "data")),
+        *("--registry", str(directory / "registry"), *extra),
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=170)
+
+
+def state_of(directory: Path, name: str) -> dict:
+    """What has to be the same after a run that was killed and one that was not."""
+    registry = Registry(directory / "registry", name)
+    champion = registry.champion()
+    shards = {p.name: sha256_file(p) for p in sorted((directory / "data").rglob("*.parquet"))}
+    verdict = json.loads((directory / "run" / "gate.json").read_text())["verdict"]
+    report = json.loads((directory / "run" / "report.json").read_text())
+    return {
+        "versions": [v.number for v in registry.versions()],
+        "champion": champion and (champion.number, champion.tags["drafter_sha256"]),
+        "shards": shards,
+        "verdict": verdict,
+        "acceptance": report["acceptance"],
+        "checkpoints": report["checkpoints"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_killed_in_each_stage_a_run_ends_as_an_uninterrupted_one(kind: str, target: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(command(kind, target, whole)).returncode == 0
+    killed = []
+    for milestone in MILESTONES:
+        process = subprocess.Popen(
+            command(kind, target, cut),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while process.poll() is None and not any(cut.glob(milestone)):
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            killed.append(milestone)
+        process.wait()
+    assert len(killed) >= len(MILESTONES) - 2, f"only killed at {killed}"
+    finished = run(command(kind, target, cut))
+    assert finished.returncode == 0, finished.stderr
+    assert state_of(cut, f"tiny-{kind}") == state_of(whole, f"tiny-{kind}")
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
+    kind: str, target: Path, tmp_path: Path
+) -> None:
+    first = run(command(kind, target, tmp_path))
+    assert first.returncode == 0, first.stderr
+    registry = Registry(tmp_path / "registry", f"tiny-{kind}")
+    link = tmp_path / "registry" / f"tiny-{kind}" / "aliases" / "champion"
+    assert registry.champion().number == "1"
+    assert {"config.json", "export.json", "report.json", "report.html", "gate.json"} <= {
+        p.name for p in link.iterdir()
+    }
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().split("\n") if line]
+    gains = [m for m in metrics if "acceptance/gain_over_untrained" in m]
+    assert len(gains) >= 2, "acceptance of each checkpoint is a metric of the run"
+
+    again = run(command(kind, target, tmp_path))
+    assert again.returncode == 0, again.stderr
+    assert "training: finished before" in again.stderr
+    assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
+
+    weaker = command(
+        kind, target, tmp_path, "--max_train_prompts", "16", "--num_train_epochs", "1", "--output_dir",
+        str(tmp_path / "weaker"),
+    )  # fmt: skip
+    second = run(weaker)
+    assert second.returncode in (3, 4), second.stderr
+    assert registry.champion().number == "1"
+    assert link.resolve().name == "1"
+    verdict = json.loads((tmp_path / "weaker" / "gate.json").read_text())
+    assert verdict["verdict"] in ("hold", "reject")
+    assert verdict["champion_version"] == "1"
+    assert verdict["reason"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--target_model", "no/such-target"], "no such directory"),
+        (["--lerning_rate", "1"], "did you mean learning_rate"),
+        (["--top_p", "7"], "top_p 7.0: expected"),
+        (["--max_prompt_tokens", "100000"], "lower max_prompt_tokens"),
+        (["--eval_prompts", "data/prompts/train"], "prompts are in both"),
+        (["--registry", "/dev/null/registry"], "/dev/null"),
+        (["--draft_layers", "9"], "draft_layers"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_makes_nothing(
+    target: Path, tmp_path: Path, extra: list[str], message: str
+) -> None:
+    result = run([*command("draft", target, tmp_path), *extra])
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_malformed_prompt_file_is_refused_by_line_and_reason(target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hello there"}\n{"messages": [{"role": "user"}]}\n{broken\n', encoding="utf-8")
+    result = run(command("draft", target, tmp_path, "--train_prompts", str(path)))
+    assert result.returncode == 2
+    assert all(part in result.stderr for part in (str(path), "line 2", "line 3")), result.stderr
+
+
+def test_dry_run_prints_the_plan_and_makes_nothing(target: Path, tmp_path: Path) -> None:
+    result = run(command("medusa", target, tmp_path, "--dry_run", "true"))
+    assert result.returncode == 0, result.stderr
+    assert all(word in result.stderr for word in ("plan  target", "disk", "memory", "champion  none yet", "dry run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_folder_of_another_run_is_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(parents=True)
+    record = {"kind": "medusa", "target": {"model_id": "other", "weights_sha256": "0" * 64}}
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps(record))
+    (tmp_path / "run" / "run.yaml").write_text("target_model: other\n")
+    result = run(command("draft", target, tmp_path))
+    assert result.returncode == 2
+    assert "belongs to a medusa run for target other" in result.stderr
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["provenance.json", "run.yaml"]
