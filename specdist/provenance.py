@@ -96,6 +96,12 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed writer left below its temporary name. Only for who holds the directory's lock."""
+    for path in (*directory.glob(".tmp-*"), *directory.glob(".old-*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically."""
     with atomic_path(path) as temporary:

@@ -62,7 +62,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary with a `schema_version`."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, data: Any, where: str = "record") -> Self:

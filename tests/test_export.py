@@ -1,4 +1,4 @@
-"""Exports hold exactly what engines read: names, keys, ids, numbers; and whatever is incomplete or altered is refused."""
+"""Exports hold exactly what engines read: names, keys, ids, numbers. What is incomplete or altered is refused."""
 
 import json
 from pathlib import Path
@@ -197,7 +197,8 @@ def test_x1_the_tensors_of_a_medusa_export_are_exactly_those_engines_read(
     export_heads(target, tmp_path / "export", heads, torch.bfloat16)
     tensors = load_file(tmp_path / "export" / HEADS_FILE)
     blocks = [f"{i}.{j}.linear" for i in range(3) for j in range(num_layers)]
-    shapes = {f"{block}.weight": (HIDDEN, HIDDEN) for block in blocks} | {f"{block}.bias": (HIDDEN,) for block in blocks}
+    shapes: dict[str, tuple[int, ...]] = {f"{block}.weight": (HIDDEN, HIDDEN) for block in blocks}
+    shapes |= {f"{block}.bias": (HIDDEN,) for block in blocks}
     shapes[f"0.{num_layers}.weight"] = (target.identity.vocab_size, HIDDEN)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == shapes
     assert "lm_head.weight" not in tensors

@@ -100,6 +100,7 @@ def add_target_features(
 ) -> EvalSet:
     """One teacher-forced pass of the target over its own texts, kept in `cache_file` for later runs."""
     if not cache_file.exists():
+        provenance.remove_leftovers(cache_file.parent)
         model = load_model()
         texts = [target_pass(model, row, sampling) for row in track(rows, len(rows), "target's states", logger)]
         tensors = {

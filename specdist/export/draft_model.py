@@ -49,7 +49,8 @@ def export_draft_model(
             "engines refuse such a pair; train the draft from a model resized to the target's vocabulary"
         )
     eos = target.identity.eos_token_ids
-    model = copy.deepcopy(model).to(dtype)  # `to` would convert the caller's own model
+    # A copy, since `to` would convert the caller's own model. Its wrapper in transformers has no usable type.
+    model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
     # Engines go by the key and drop the projection where it says tied, whatever the tensors are.
     model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.config.eos_token_id = eos[0] if len(eos) == 1 else eos

@@ -85,7 +85,7 @@ def write_record(directory: Path, record: ExportRecord) -> ExportRecord:
 
 
 def read_record(directory: Path) -> ExportRecord:
-    """The record of an export whose files are whole. Raises ArtifactError naming the file that is missing or altered."""
+    """The record of an export whose files are whole. Raises ArtifactError naming one that is missing or altered."""
     record = ExportRecord.from_json(provenance.read_json(directory / EXPORT_FILE), str(directory / EXPORT_FILE))
     if record.drafter_sha256 != provenance.sha256_json(record.files):
         raise ArtifactError(f"{directory / EXPORT_FILE}: drafter_sha256 is not that of its files; export again")

@@ -1,11 +1,13 @@
 """Owns the data stage: the target's answers to train on, and its answers to evaluate on with its own states."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from datasets import Dataset
+from filelock import FileLock
 from transformers import PreTrainedModel
 
 from specdist.dataset.distill import build_dataset, dataset_fingerprint, read_rows, training_examples
@@ -15,6 +17,20 @@ from specdist.schema import DistillRow, Prompt, SamplingSpec
 from specdist.stages.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _sole_writer(run: Run, directory: Path) -> Iterator[None]:
+    """Let one run at a time work on a dataset: runs of one target share them, and may be started side by side."""
+    lock = FileLock(directory.with_suffix(".lock"))
+    if run.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    run.state.wait_for_everyone()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _dataset(
@@ -36,22 +52,23 @@ def _dataset(
         dtype=dtype,
     )
     directory = Path(data.data_dir) / fingerprint
-    build_dataset(
-        directory,
-        prompts,
-        digest,
-        target.identity,
-        target.tokenizer,
-        load_model,
-        list(samplings),
-        max_prompt_tokens=data.max_prompt_tokens,
-        batch_size=data.generation_batch_size,
-        seed=data.generation_seed,
-        dtype=dtype,
-        rank=run.state.process_index,
-        world_size=run.state.num_processes,
-        barrier=run.state.wait_for_everyone,
-    )
+    with _sole_writer(run, directory):
+        build_dataset(
+            directory,
+            prompts,
+            digest,
+            target.identity,
+            target.tokenizer,
+            load_model,
+            list(samplings),
+            max_prompt_tokens=data.max_prompt_tokens,
+            batch_size=data.generation_batch_size,
+            seed=data.generation_seed,
+            dtype=dtype,
+            rank=run.state.process_index,
+            world_size=run.state.num_processes,
+            barrier=run.state.wait_for_everyone,
+        )
     manifest, rows = read_rows(directory)
     logger.info(
         "data  %s: %d answers, %d tokens, finished by %s, rejected %s",
@@ -85,6 +102,6 @@ def evaluation_data(run: Run, *, need_states: bool) -> list[EvalSet]:
         if not need_states and sampling.is_greedy:
             sets.append(EvalSet(sampling, [EvalText(row) for row in rows]))
             continue
-        with run.state.main_process_first():
+        with _sole_writer(run, directory), run.state.main_process_first():
             sets.append(add_target_features(rows, sampling, load_model, directory / "target-states.safetensors"))
     return sets

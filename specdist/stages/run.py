@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,7 +30,7 @@ from specdist.target import Target, open_target
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE, PROVENANCE_FILE = "run.yaml", "provenance.json"
+RUN_FILE, PROVENANCE_FILE, LOCK_FILE = "run.yaml", "provenance.json", ".lock"
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Run:
     policy: GatePolicy
     registry: Registry
     state: PartialState
+    lock: FileLock
 
     @property
     def directory(self) -> Path:
@@ -90,11 +92,22 @@ def run_recipe(body: Callable[[], int]) -> None:
     sys.exit(status)
 
 
+def _lock(lock: FileLock, directory: Path) -> None:
+    """Hold the run's directory until this process ends. Raises ArtifactError where another one does."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ArtifactError(
+            f"{directory}: another process works in it; wait for it, stop it, or choose another --output_dir"
+        ) from None
+
+
 def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind: str) -> None:
     """Make the run's directory and its record, or check that the one there is of the same run.
 
     Raises ArtifactError where it belongs to another target or another configuration.
     """
+    provenance.remove_leftovers(directory)
     record = {"kind": kind, "target": target.identity.to_json()}
     resolved = config.resolved()
     if (directory / RUN_FILE).exists():
@@ -118,7 +131,7 @@ def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind
                 "choose another --output_dir, or delete this one to start anew"
             )
         return
-    if directory.exists() and any(p.name not in ("wandb",) for p in directory.iterdir()):
+    if any(p.name not in (LOCK_FILE, PROVENANCE_FILE) for p in directory.iterdir()):
         raise ArtifactError(f"{directory}: is not empty and holds no {RUN_FILE}; choose another --output_dir")
     provenance.write_json(directory / PROVENANCE_FILE, {**record, **provenance.provenance()})
     provenance.write_text(directory / RUN_FILE, yaml.safe_dump(resolved, allow_unicode=True))
@@ -215,15 +228,18 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     directory = Path(config.training.output_dir)
     check_writable(Path(config.release.registry))
     registry = Registry(Path(config.release.registry), config.release.model_name)
-    run = Run(config, kind, target, train_prompts, eval_prompts, policy, registry, state)
+    lock = FileLock(directory / LOCK_FILE)
+    run = Run(config, kind, target, train_prompts, eval_prompts, policy, registry, state, lock)
     if config.release.dry_run:
         _plan(run, trained_bytes)
         logger.info("dry run: everything that can be checked now is in order; nothing was made")
         return None
-    with state.main_process_first():
-        if state.is_main_process:
-            _claim_directory(directory, config, target, kind)
-            _plan(run, trained_bytes)
+    if state.is_main_process:
+        _plan(run, trained_bytes)
+        directory.mkdir(parents=True, exist_ok=True)
+        _lock(lock, directory)
+        _claim_directory(directory, config, target, kind)
+    state.wait_for_everyone()
     tracking.prepare_wandb(_report_to(config.training), directory, config.release.model_name)
     return run
 

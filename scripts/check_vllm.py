@@ -1,0 +1,403 @@
+"""Opens champions of the registry in vLLM and holds what it does against what specdist measured on the same prompts.
+
+Owns three checks: speculative greedy output is the target's own, drafts are accepted at all, and vLLM's mean acceptance
+length is ours. Runs in vLLM's environment (check_vllm.sh), where specdist is not installed: of specdist it imports only
+what needs no more than numpy. Engines run one after another (vllm_engine.py).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from specdist import metrics, provenance
+from specdist.demo import demo_target
+from specdist.errors import ArtifactError, SpecdistError
+from specdist.schema import AcceptanceResult, DatasetManifest, EvalReport, PromptCounts
+
+# Two runs may part where the two best tokens are this close, since another block size rounds differently. In float32
+# it is the gap below which specdist's own reports call a divergence a near-tie, far above rounding. bfloat16 has 8
+# significant bits: logits of 16 to 32 lie 0.125 apart, so this is two roundings.
+NEAR_TIE_LOGIT_GAP = {"float32": 0.05, "bfloat16": 0.25}
+# Of the mean acceptance length, relative to ours. Two things make an honest difference: vLLM also counts drafts that it
+# accepts past the end of a text, up to γ per text, and a near-tie gives the rest of a text other words.
+MAX_LENGTH_DIFFERENCE = 0.10
+
+Row = dict[str, Any]  # of a dataset, or an engine's answer to it
+
+_ENGINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter on disk, as an engine gets it (`path` stays the champion link), and its own measurement."""
+
+    name: str
+    path: Path
+    method: str
+    report: EvalReport
+    acceptance: AcceptanceResult
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where speculative output left the plain one; `logit_gap` None where its token was not among the best there."""
+
+    prompt_id: str
+    position: int
+    logit_gap: float | None
+
+
+@dataclass
+class Outcome:
+    """What vLLM did with one drafter, beside what was measured; counters are sums over the prompts."""
+
+    drafter: str
+    method: str
+    num_speculative_tokens: int
+    num_prompts: int
+    num_identical: int
+    near_ties: list[Difference]
+    different: list[Difference]
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    mean_acceptance_length: float
+    measured_acceptance_rate: float
+    measured_mean_accepted_length: float
+    same_text: int
+    same_text_drafts: float
+    same_text_measured_drafts: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def relative_difference(self) -> float:
+        return self.mean_acceptance_length / self.measured_mean_accepted_length - 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        derived = {"acceptance_rate": self.acceptance_rate, "relative_difference": self.relative_difference}
+        return {**asdict(self), **derived}
+
+
+# What is checked, and on what
+
+
+def champions(registry: Path) -> list[str]:
+    """Names of the models that have a champion. Raises ArtifactError where there is none."""
+    if names := sorted(path.parent.parent.name for path in registry.glob("*/aliases/champion")):
+        return names
+    raise ArtifactError(f"{registry}: no champion there; run scripts/quickstart.sh first, or give --registry")
+
+
+def drafter_path(name: str, registry: Path) -> Path:
+    """The champion link of model `name`, which is not resolved; else `name` as the directory of an export."""
+    link = registry / name / "aliases" / "champion"
+    if link.is_dir():
+        return link
+    if (Path(name) / "export.json").is_file():
+        return Path(name)
+    raise ArtifactError(f"drafter {name}: neither {link} nor {Path(name) / 'export.json'} exists")
+
+
+def open_drafter(name: str, registry: Path, num_speculative_tokens: int | None) -> Drafter:
+    """Check the files of an export and read its report, at the longest measured draft length up to the one given.
+
+    Raises ArtifactError where a file is missing or altered or the report is not about this export.
+    """
+    path = drafter_path(name, registry)
+    record = provenance.read_json(path / "export.json")
+    for file, digest in record["files"].items():
+        if not (path / file).is_file() or provenance.sha256_file(path / file) != digest:
+            raise ArtifactError(f"{path / file}: missing or altered since the export; publish again")
+    report = EvalReport.from_json(provenance.read_json(path / "report.json"), str(path / "report.json"))
+    if report.drafter_sha256 != record["drafter_sha256"]:
+        raise ArtifactError(f"{path / 'report.json'}: measured on another drafter; evaluate and publish again")
+    wanted = num_speculative_tokens or report.num_speculative_tokens
+    usable = [r for r in report.acceptance if r.setting == "greedy" and r.num_speculative_tokens <= wanted]
+    if not usable:
+        raise ArtifactError(f"{path / 'report.json'}: nothing measured at temperature 0, draft length up to {wanted}")
+    longest = max(usable, key=lambda result: result.num_speculative_tokens)
+    return Drafter(name, path, record["speculative_config"]["method"], report, longest)
+
+
+def check_target(target: Path, drafters: Sequence[Drafter]) -> None:
+    """Raise ArtifactError unless `target` holds the weights that every drafter was measured with."""
+    found = provenance.sha256_json({p.name: provenance.sha256_file(p) for p in sorted(target.glob("*.safetensors"))})
+    for drafter in drafters:
+        wanted = drafter.report.target
+        if found != wanted.weights_sha256:
+            raise ArtifactError(f"{target}: not the target of {drafter.name}, {wanted.model_id}; give it by --target")
+
+
+def find_dataset(dataset: Path | None, runs: Path, drafters: Sequence[Drafter]) -> tuple[Path, DatasetManifest]:
+    """The given or newest dataset of greedy answers of the drafters' target to their evaluation prompts.
+
+    Raises ArtifactError where there is none.
+    """
+    wanted = {(d.report.eval_prompts_sha256, d.report.target.weights_sha256) for d in drafters}
+    files = [dataset / "manifest.json"] if dataset else list(runs.glob("*/data/*/manifest.json"))
+    for file in sorted(files, key=lambda path: path.stat().st_mtime if path.exists() else 0.0, reverse=True):
+        manifest = DatasetManifest.from_json(provenance.read_json(file), str(file))
+        found = (manifest.prompts_sha256, manifest.target.weights_sha256)
+        if wanted == {found} and any(sampling.is_greedy for sampling in manifest.samplings):
+            return file.parent, manifest
+    raise ArtifactError(
+        f"{dataset or runs / '*/data/*'}: no greedy answers of the target to the prompts that "
+        f"{[d.name for d in drafters]} were evaluated on; name another directory by --dataset, "
+        "and check drafters that were evaluated on different prompts one at a time"
+    )
+
+
+def read_rows(directory: Path, manifest: DatasetManifest, drafters: Sequence[Drafter], limit: int) -> list[Row]:
+    """The first `limit` greedy rows that every report counts, in the order of their ids, which are hashes.
+
+    Raises ArtifactError where a shard is not the manifest's or no row is counted.
+    """
+    rows: list[Row] = []
+    for name, digest in manifest.shards.items():
+        if not (directory / name).is_file() or provenance.sha256_file(directory / name) != digest:
+            raise ArtifactError(f"{directory / name}: missing or altered; make the dataset again")
+        rows += pq.read_table(directory / name).to_pylist()
+    counted = set.intersection(*({p.prompt_id for p in d.acceptance.prompts} for d in drafters))
+    greedy = asdict(next(sampling for sampling in manifest.samplings if sampling.is_greedy))
+    usable = [row for row in rows if row["sampling"] == greedy and row["prompt_id"] in counted]
+    if not usable:
+        raise ArtifactError(f"{directory}: no prompt of it is counted in the reports of all drafters; give --dataset")
+    return sorted(usable, key=lambda row: row["id"])[:limit]
+
+
+# Engines
+
+
+def engine_request(
+    target: Path, drafter: Drafter | None, rows: Sequence[Row], eos_token_ids: list[int], dtype: str
+) -> dict[str, Any]:
+    """What an engine is told, as plain values."""
+    gamma = drafter.acceptance.num_speculative_tokens if drafter else 0
+    max_new_tokens = rows[0]["sampling"]["max_new_tokens"]
+    needed = max(len(row["prompt_ids"]) for row in rows) + max_new_tokens + gamma + 1
+    context_length = provenance.read_json(target / "config.json").get("max_position_embeddings", needed)
+    return {
+        "target": str(target),
+        "dtype": dtype,
+        "max_model_len": min(needed, context_length),
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": eos_token_ids,
+        "prompts": [row["prompt_ids"] for row in rows],
+        "speculative_config": drafter
+        and {"method": drafter.method, "model": str(drafter.path), "num_speculative_tokens": gamma},
+    }
+
+
+def run_engine(request: dict[str, Any]) -> list[Row]:
+    """Answer a request in a fresh process. Raises ArtifactError, showing the end of vLLM's log, where that fails."""
+    with tempfile.TemporaryDirectory() as name:
+        log, question, answer = (Path(name) / part for part in ("log", "request.json", "answer.json"))
+        provenance.write_json(question, request)
+        command = [sys.executable, str(Path(__file__).with_name("vllm_engine.py")), str(question), str(answer)]
+        with log.open("w") as output:
+            done = subprocess.run(command, stdout=output, stderr=output, env={**_ENGINE_ENVIRONMENT, **os.environ})
+        if done.returncode != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            raise ArtifactError(f"vLLM failed, exit status {done.returncode}; the end of its log:\n{tail}")
+        answers: list[Row] = provenance.read_json(answer)
+        return answers
+
+
+# Comparison
+
+
+def first_difference(prompt_id: str, plain: Row, other: Row) -> Difference | None:
+    """Where `other` leaves the `plain` output, and by how much the target preferred its own token there."""
+    ours, theirs = plain["token_ids"], other["token_ids"]
+    if ours == theirs:
+        return None
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    gap = None
+    if position < min(len(ours), len(theirs)):
+        best = plain["best"][position]
+        mine, other_one = best.get(str(ours[position])), best.get(str(theirs[position]))
+        gap = None if mine is None or other_one is None else mine - other_one
+    return Difference(prompt_id, position, gap)
+
+
+def compare(
+    drafter: Drafter, rows: Sequence[Row], plain: Sequence[Row], other: Sequence[Row], dtype: str
+) -> Outcome:
+    """Judge one drafter's run against the run without speculation and the drafter's report."""
+    measured = {p.prompt_id: p for p in drafter.acceptance.prompts}
+    ours = [measured[row["prompt_id"]] for row in rows]
+    theirs = [_counts(row, answer) for row, answer in zip(rows, other, strict=True)]
+    parted = [first_difference(r["prompt_id"], p, o) for r, p, o in zip(rows, plain, other, strict=True)]
+    differences = [d for d in parted if d is not None]
+    near = [d for d in differences if d.logit_gap is not None and d.logit_gap < NEAR_TIE_LOGIT_GAP[dtype]]
+    same = [i for i, row in enumerate(rows) if row["completion_ids"] == other[i]["token_ids"]]
+    drafts = sum(c.num_drafts for c in theirs)
+    drafted = sum(c.num_draft_tokens for c in ours)
+    outcome = Outcome(
+        drafter=drafter.name,
+        method=drafter.method,
+        num_speculative_tokens=drafter.acceptance.num_speculative_tokens,
+        num_prompts=len(rows),
+        num_identical=len(rows) - len(differences),
+        near_ties=near,
+        different=[d for d in differences if d not in near],
+        num_drafts=drafts,
+        num_draft_tokens=sum(c.num_draft_tokens for c in theirs),
+        num_accepted_tokens=sum(c.num_accepted_tokens for c in theirs),
+        mean_acceptance_length=metrics.pooled_length(theirs) if drafts else 1.0,
+        measured_acceptance_rate=sum(c.num_accepted_tokens for c in ours) / drafted if drafted else 0.0,
+        measured_mean_accepted_length=metrics.pooled_length(ours),
+        same_text=len(same),
+        same_text_drafts=sum(theirs[i].num_drafts for i in same),
+        same_text_measured_drafts=sum(ours[i].num_drafts for i in same),
+    )
+    outcome.problems = _problems(outcome)
+    return outcome
+
+
+def _counts(row: Row, answer: Row) -> PromptCounts:
+    accepted = [float(answer["num_accepted_tokens"])]
+    return PromptCounts(
+        row["prompt_id"], row["domain"], float(answer["num_drafts"]), float(answer["num_draft_tokens"]), accepted
+    )
+
+
+def _problems(outcome: Outcome) -> list[str]:
+    problems = []
+    if outcome.different:
+        problems.append(f"{len(outcome.different)} outputs leave the target's own, and not at a near-tie")
+    if not outcome.num_draft_tokens:
+        problems.append("nothing was drafted")
+    elif not outcome.num_accepted_tokens:
+        problems.append("no drafted token was accepted")
+    if abs(outcome.relative_difference) > MAX_LENGTH_DIFFERENCE:
+        problems.append(f"mean acceptance length differs by {outcome.relative_difference:+.1%}")
+    return problems
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes side by side, one column each."""
+    lines: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("", lambda o: o.drafter),
+        ("vLLM's method, draft length", lambda o: f"{o.method}, {o.num_speculative_tokens}"),
+        ("greedy tokens as without speculation", lambda o: f"{o.num_identical} of {o.num_prompts}"),
+        ("  parted at a near-tie", lambda o: _gaps(o.near_ties)),
+        ("  different", lambda o: _gaps(o.different)),
+        ("accepted / drafted tokens", lambda o: f"{o.num_accepted_tokens:.0f} / {o.num_draft_tokens:.0f}"),
+        ("acceptance rate, vLLM", lambda o: f"{o.acceptance_rate:.1%}"),
+        ("acceptance rate, specdist", lambda o: f"{o.measured_acceptance_rate:.1%}"),
+        ("mean acceptance length, vLLM", lambda o: f"{o.mean_acceptance_length:.3f}"),
+        ("mean acceptance length, specdist", lambda o: f"{o.measured_mean_accepted_length:.3f}"),
+        ("  difference", lambda o: f"{o.relative_difference:+.1%}"),
+        ("text as in specdist's dataset", lambda o: f"{o.same_text} of {o.num_prompts}"),
+        ("  verify steps there, vLLM", lambda o: f"{o.same_text_drafts:.0f}"),
+        ("  verify steps there, specdist", lambda o: f"{o.same_text_measured_drafts:.0f}"),
+        ("result", lambda o: "failed" if o.problems else "passed"),
+    ]
+    cells = [[label, *(show(o) for o in outcomes)] for label, show in lines]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _gaps(found: Sequence[Difference]) -> str:
+    gaps = ["over that of the best" if d.logit_gap is None else f"{d.logit_gap:.3f}" for d in found]
+    return f"{len(found)}" + (f" (logit gap {', '.join(gaps)})" if gaps else "")
+
+
+# The command
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; a wrong one ends the program."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/check_vllm.sh",
+        description="Open drafters in vLLM; compare its greedy tokens and acceptance with the target and the report.",
+        epilog="Exit status 1: tokens differ (not at a near-tie), nothing was accepted, or the mean acceptance length "
+        f"is off by more than {MAX_LENGTH_DIFFERENCE:.0%}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--drafter", action="append", metavar="NAME", help="model or export directory, repeatable; None: every model")
+    add("--target", type=Path, help="directory of the target model; None: the demo's")
+    add("--registry", type=Path, default=Path("runs/registry"), help="registry of drafters")
+    add("--dataset", type=Path, help="greedy answers to the evaluation prompts; None: the newest beside the registry")
+    add("--num-prompts", type=_positive, default=24, help="how many of the evaluation prompts")
+    add("--num-speculative-tokens", type=_positive, help="draft length; the longest measured up to it is used")
+    add("--dtype", choices=sorted(NEAR_TIE_LOGIT_GAP), default="float32", help="in which vLLM computes")
+    add("--output", type=Path, default=Path("runs/vllm_check.json"), help="where the result goes")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected 1 or more")
+    return value
+
+
+def check(args: argparse.Namespace) -> bool:
+    """Run the engines, print the table, write the result; whether every drafter passed."""
+    names = args.drafter or champions(args.registry)
+    drafters = [open_drafter(name, args.registry, args.num_speculative_tokens) for name in names]
+    target = args.target or demo_target()
+    check_target(target, drafters)
+    directory, manifest = find_dataset(args.dataset, args.registry.parent, drafters)
+    rows = read_rows(directory, manifest, drafters, args.num_prompts)
+    settings = {
+        "vllm": version("vllm-cpu"),
+        "dtype": args.dtype,
+        "num_prompts": len(rows),
+        "max_new_tokens": rows[0]["sampling"]["max_new_tokens"],
+        "near_tie_logit_gap": NEAR_TIE_LOGIT_GAP[args.dtype],
+        "max_length_difference": MAX_LENGTH_DIFFERENCE,
+    }
+    print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
+    answers = []
+    for drafter in (None, *drafters):
+        began = time.monotonic()
+        answers.append(run_engine(engine_request(target, drafter, rows, manifest.target.eos_token_ids, args.dtype)))
+        name = drafter.path if drafter else "no speculation"
+        print(f"[{time.monotonic() - began:4.0f} s] {name}", flush=True)
+    outcomes = [compare(d, rows, answers[0], other, args.dtype) for d, other in zip(drafters, answers[1:], strict=True)]
+    passed = not any(outcome.problems for outcome in outcomes)
+    provenance.write_json(
+        args.output, {"settings": settings, "drafters": [o.to_json() for o in outcomes], "passed": passed}
+    )
+    print(f"\n{table(outcomes)}\n\nvLLM also counts drafts past the end of a text: compare lengths rather than rates.")
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            print(f"{outcome.drafter}: {problem}", file=sys.stderr)
+    print(f"{'passed' if passed else 'failed'}; the result is {args.output}")
+    return passed
+
+
+def main() -> int:
+    """Exit status of the command."""
+    try:
+        return 0 if check(parse_arguments()) else 1
+    except SpecdistError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

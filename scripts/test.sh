@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Makes or reuses the environment, then lint, types and tests. Arguments go to pytest: scripts/test.sh -k replay -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+prepare_environment test
+# Nothing here needs a network: a request for the hub fails at once instead of waiting.
+export HF_HUB_OFFLINE=1
+
+say "lint"
+ruff check .
+say "types"
+mypy
+say "tests"
+pytest "$@"
+say "all passed"

@@ -1,0 +1,1 @@
+"""Engines that let the target write."""
