@@ -56,9 +56,7 @@ def main() -> int:
     eval_dtype, vocab_size = dtype_of(config.target.eval_dtype), run.target.identity.vocab_size
     loader = Loader(
         scorer=lambda path: DraftModelScorer(load_draft_model(path, eval_dtype, run.device), vocab_size),
-        drafter=lambda path, target: DraftModelDrafter(
-            load_draft_model(path, target.dtype, run.device), vocab_size
-        ),
+        drafter=lambda path, target: DraftModelDrafter(load_draft_model(path, target.dtype, run.device), vocab_size),
     )
 
     examples, rows = training_data(run, max_length=config.training.max_length)

@@ -240,9 +240,7 @@ def first_difference(prompt_id: str, plain: Row, other: Row) -> Difference | Non
     return Difference(prompt_id, position, gap)
 
 
-def compare(
-    drafter: Drafter, rows: Sequence[Row], plain: Sequence[Row], other: Sequence[Row], dtype: str
-) -> Outcome:
+def compare(drafter: Drafter, rows: Sequence[Row], plain: Sequence[Row], other: Sequence[Row], dtype: str) -> Outcome:
     """Judge one drafter's run against the run without speculation and the drafter's report."""
     measured = {p.prompt_id: p for p in drafter.acceptance.prompts}
     ours = [measured[row["prompt_id"]] for row in rows]

@@ -14,7 +14,16 @@ from specdist.schema import SamplingSpec
 DTYPES = ("float32", "bfloat16", "float16")
 # What may differ between two runs into one output directory: it decides what is shown, not what is made.
 VOLATILE_KEYS = frozenset(
-    {"config", "dry_run", "report_to", "logging_steps", "disable_tqdm", "overwrite", "dataloader_num_workers", "run_name"}
+    {
+        "config",
+        "dry_run",
+        "report_to",
+        "logging_steps",
+        "disable_tqdm",
+        "overwrite",
+        "dataloader_num_workers",
+        "run_name",
+    }
 )
 
 
@@ -72,7 +81,9 @@ class DataArguments:
         _check_range("data", "max_prompt_tokens", self.max_prompt_tokens, 8, 1_000_000)
         _check_range("data", "generation_batch_size", self.generation_batch_size, 1, 65_536)
         if self.eval_temperature <= 0:
-            raise ConfigError(f"eval_temperature = {self.eval_temperature}: expected more than 0; greedy is always measured")
+            raise ConfigError(
+                f"eval_temperature = {self.eval_temperature}: expected more than 0; greedy is always measured"
+            )
         for name in ("max_train_prompts", "max_eval_prompts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} = {value}: expected 1 or more, or nothing for all")
@@ -143,8 +154,8 @@ def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments) -> None:
     """Raise ConfigError where the judged draft length is more than the heads can draft."""
     if evaluation.num_speculative_tokens > heads.medusa_num_heads:
         raise ConfigError(
-            f"num_speculative_tokens = {evaluation.num_speculative_tokens}: {heads.medusa_num_heads} heads draft at most "
-            f"{heads.medusa_num_heads}; lower it or raise medusa_num_heads"
+            f"num_speculative_tokens = {evaluation.num_speculative_tokens}: {heads.medusa_num_heads} heads draft "
+            f"at most {heads.medusa_num_heads}; lower it or raise medusa_num_heads"
         )
 
 

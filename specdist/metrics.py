@@ -42,7 +42,7 @@ def predicted_speedup(
 
 
 def _resampled_sums(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Sums of `values` [prompts, columns] over `draws` resamplings of the prompts with replacement: [draws, columns]."""
+    """Sums of `values` [prompts, columns] over `draws` resamplings of the prompts, replaced: [draws, columns]."""
     generator = np.random.default_rng(seed)
     count = len(values)
     blocks = []
@@ -67,9 +67,7 @@ def bootstrap_lengths(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP
     return 1.0 + sums[:, 0] / sums[:, 1]
 
 
-def _paired_sums(
-    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], draws: int, seed: int
-) -> np.ndarray:
+def _paired_sums(candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], draws: int, seed: int) -> np.ndarray:
     if [p.prompt_id for p in candidate] != [p.prompt_id for p in other]:
         raise ValueError("a paired bootstrap needs the same prompts in the same order on both sides")
     return _resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)

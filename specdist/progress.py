@@ -19,7 +19,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def track(items: Iterable[Item], total: int, what: str, logger: logging.Logger) -> Iterator[Item]:
-    """Yield `items`, logging "what: done/total, rate, time left" every 10 seconds and once at the end if it was long."""
+    """Yield `items`, logging "what: done/total, rate, time left" every 10 seconds, and at the end if it was long."""
     began = shown = time.monotonic()
     for done, item in enumerate(items, start=1):
         yield item

@@ -62,7 +62,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary with a `schema_version`."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, data: Any, where: str = "record") -> Self:
@@ -75,7 +75,7 @@ class Record:
         data = dict(data)
         if (version := data.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ArtifactError(f"{where}: schema_version {version!r}, this specdist reads {SCHEMA_VERSION}")
-        return _decode_record(cls, data, where)  # type: ignore[no-any-return]
+        return _decode_record(cls, data, where)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Target:
     def load_model(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", device_map: str | None = None
     ) -> PreTrainedModel:
-        """The target in evaluation mode, without gradients, on `device`, or spread as accelerate's `device_map` says."""
+        """The target in evaluation mode, without gradients, on `device` or spread as accelerate's `device_map` says."""
         placement = device_map or {"": device}
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, device_map=placement).eval()
         model.requires_grad_(False)

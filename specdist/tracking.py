@@ -45,4 +45,6 @@ def prepare_wandb(report_to: list[str], run_directory: Path, group: str) -> None
     # A new id per attempt: two offline attempts with one id would overwrite each other when they are sent
     os.environ["WANDB_RUN_ID"] = uuid.uuid4().hex[:8]
     if os.environ.get("WANDB_MODE") == "offline":
-        logger.info("W&B logs offline (no key found); send it later with: wandb sync %s/wandb/offline-run-*", run_directory)
+        logger.info(
+            "W&B logs offline (no key found); send it later with: wandb sync %s/wandb/offline-run-*", run_directory
+        )

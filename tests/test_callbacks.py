@@ -114,5 +114,5 @@ def test_c8_a_half_written_checkpoint_is_passed_over_and_removed(tmp_path: Path)
 
 
 def test_t4_training_stops_at_the_first_loss_that_is_not_finite(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteLoss, match="not finite.*Lower learning_rate"):
+    with pytest.raises(NonFiniteLoss, match=r"not finite.*Lower learning_rate"):
         run(tmp_path, learning_rate=math.inf)

@@ -8,7 +8,7 @@ from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter, prune_layers
 from specdist.drafters.heads import MedusaDrafter, MedusaHeads
-from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, target_pass, replay_counts
+from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, replay_counts, target_pass
 from specdist.metrics import summarize
 from specdist.schema import DistillRow, SamplingSpec
 
@@ -57,15 +57,11 @@ def test_e5_greedy_output_is_the_targets_own_and_replay_equals_decoding_step_by_
     drafter = make_drafter(kind, target)
     texts = prompts(20)
     plain = [decode(target, p, sampling, EOS) for p in texts]
-    fast = [
-        decode(target, p, sampling, EOS, drafter=drafter, num_speculative_tokens=gamma) for p in texts
-    ]
+    fast = [decode(target, p, sampling, EOS, drafter=drafter, num_speculative_tokens=gamma) for p in texts]
     assert [r.completion_ids for r in fast] == [r.completion_ids for r in plain]
     assert {r.finish_reason for r in plain} == {"stop", "length"}, "the test must see both ends"
     replayed = replay_counts(make_scorer(drafter, target), eval_set(target, sampling, plain, texts), [gamma])
-    counted = [
-        r.counts(f"p{i:03d}", "chat", gamma) for i, r in enumerate(fast) if len(r.completion_ids) > 1
-    ]
+    counted = [r.counts(f"p{i:03d}", "chat", gamma) for i, r in enumerate(fast) if len(r.completion_ids) > 1]
     assert replayed["greedy", gamma] == counted
     assert sum(c.num_accepted_tokens for c in counted) > 20, "the test must see accepted drafts"
 
@@ -78,9 +74,7 @@ def test_sampled_decoding_lies_in_the_interval_of_replay(kind: str, method: str)
     sampling = SamplingSpec(temperature=0.8, max_new_tokens=24)
     drafter = make_drafter(kind, target)
     texts = prompts(12) * 8
-    plain = [
-        decode(target, p, sampling, EOS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(texts)
-    ]
+    plain = [decode(target, p, sampling, EOS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(texts)]
     fast = [
         decode(
             target,
@@ -127,9 +121,7 @@ def test_e1_eos_inside_an_accepted_block_ends_the_output_and_e10_the_limit_is_ex
     stop = next(token for i, token in enumerate(text) if i >= 4 and token not in text[:i])
     end = text.index(stop) + 1
     drafter = Scripted([*text, 0, 0, 0, 0, 0], len(prompt))
-    result = decode(
-        target, prompt, SamplingSpec(max_new_tokens=30), [stop], drafter=drafter, num_speculative_tokens=5
-    )
+    result = decode(target, prompt, SamplingSpec(max_new_tokens=30), [stop], drafter=drafter, num_speculative_tokens=5)
     assert result.completion_ids == text[:end]
     assert result.finish_reason == "stop"
     counts = result.counts("p", "d", 5)

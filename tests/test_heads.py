@@ -127,7 +127,7 @@ def test_t9_accumulation_gives_the_step_of_one_batch(tmp_path: Path) -> None:
 
 
 def test_t4_a_batch_without_any_label_is_no_nan(tmp_path: Path) -> None:
-    trainer, heads = train_once(tmp_path, batch=2, accumulation=1, rows=[row(5, 6, seed) for seed in range(2)])
+    _, heads = train_once(tmp_path, batch=2, accumulation=1, rows=[row(5, 6, seed) for seed in range(2)])
     assert all(torch.isfinite(parameter).all() for parameter in heads.parameters())
 
 

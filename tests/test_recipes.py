@@ -111,9 +111,7 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     registry = Registry(tmp_path / "registry", f"tiny-{kind}")
     link = tmp_path / "registry" / f"tiny-{kind}" / "aliases" / "champion"
     assert registry.champion().number == "1"
-    assert {"config.json", "export.json", "report.json", "report.html", "gate.json"} <= {
-        p.name for p in link.iterdir()
-    }
+    assert {"config.json", "export.json", "report.json", "report.html", "gate.json"} <= {p.name for p in link.iterdir()}
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().split("\n") if line]
     gains = [m for m in metrics if "acceptance/gain_over_untrained" in m]
     assert len(gains) >= 2, "acceptance of each checkpoint is a metric of the run"

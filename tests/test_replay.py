@@ -31,7 +31,9 @@ def brute_force(accept: torch.Tensor, length: int, gamma: int) -> tuple[float, f
 
 @pytest.mark.parametrize(("length", "gamma"), list(itertools.product([2, 3, 7], [1, 2, 4])))
 def test_replay_equals_enumeration(length: int, gamma: int) -> None:
-    accept = torch.rand(length, gamma, generator=torch.Generator().manual_seed(length * 10 + gamma), dtype=torch.float64)
+    accept = torch.rand(
+        length, gamma, generator=torch.Generator().manual_seed(length * 10 + gamma), dtype=torch.float64
+    )
     drafts, drafted, accepted = replay(accept[None], torch.tensor([length]), gamma)
     expected = brute_force(accept, length, gamma)
     assert drafts.item() == pytest.approx(expected[0])

@@ -13,7 +13,7 @@ from specdist.target import forward_block, new_cache, open_target, stop_token_id
 
 
 def test_no_such_target_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ArtifactError, match="no-such/model.*check the spelling"):
+    with pytest.raises(ArtifactError, match=r"no-such/model.*check the spelling"):
         open_target("no-such/model")
 
 

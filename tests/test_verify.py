@@ -9,7 +9,9 @@ from specdist.schema import SamplingSpec
 from specdist.verify import greedy_match, rejection_sample, residual_distribution, sample, served_logprobs
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.8, 0, 1.0), (1.3, 5, 1.0), (0.7, 0, 0.6), (1.0, 7, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.8, 0, 1.0), (1.3, 5, 1.0), (0.7, 0, 0.6), (1.0, 7, 0.8)]
+)
 def test_served_logprobs_equal_transformers_warpers(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
     expected = TemperatureLogitsWarper(temperature)(None, logits)
@@ -35,7 +37,12 @@ def test_sample_never_draws_a_token_of_probability_zero() -> None:
 
 @pytest.mark.parametrize(
     ("draft", "target", "expected"),
-    [([5, 6, 7], [5, 6, 7, 8], (3, 8)), ([5, 6, 7], [4, 6, 7, 8], (0, 4)), ([5, 9, 7], [5, 6, 7, 8], (1, 6)), ([], [3], (0, 3))],
+    [
+        ([5, 6, 7], [5, 6, 7, 8], (3, 8)),
+        ([5, 6, 7], [4, 6, 7, 8], (0, 4)),
+        ([5, 9, 7], [5, 6, 7, 8], (1, 6)),
+        ([], [3], (0, 3)),
+    ],
 )
 def test_greedy_match(draft: list[int], target: list[int], expected: tuple[int, int]) -> None:
     assert greedy_match(torch.tensor(draft, dtype=torch.long), torch.tensor(target)) == expected

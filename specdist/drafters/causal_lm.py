@@ -85,10 +85,10 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 def load_draft_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load a causal LM for drafting, in evaluation mode. Raises ArtifactError where it cannot be read."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map={"": device})
     except (OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"draft model {path}: cannot be loaded ({error})") from error
-    return model.to(device).eval()
+    return model.eval()
 
 
 def check_draft_model(init: str, layers: list[int], target: Target) -> int:
@@ -105,7 +105,9 @@ def check_draft_model(init: str, layers: list[int], target: Target) -> int:
             tokenizer = AutoTokenizer.from_pretrained(init)
             config = AutoConfig.from_pretrained(init)
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"init {init!r}: no causal LM with a tokenizer can be read from it ({error})") from error
+            raise ArtifactError(
+                f"init {init!r}: no causal LM with a tokenizer can be read from it ({error})"
+            ) from error
         check_same_tokenizer(target.tokenizer, tokenizer, init)
     with torch.device("meta"):
         return 4 * AutoModelForCausalLM.from_config(config).num_parameters()

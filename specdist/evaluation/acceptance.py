@@ -125,7 +125,7 @@ class Scorer(Protocol):
 
 
 def _token_accept(logits: Tensor, chosen: Tensor, logprobs: Tensor | None, sampling: SamplingSpec) -> dict[str, Tensor]:
-    """Acceptance of drafts from `logits` [L, V] where the text has `chosen` [L] of target log-probability `logprobs`."""
+    """Acceptance of drafts from `logits` [L, V] where the text has `chosen` [L], to the target of `logprobs` [L]."""
     accepts = {"greedy": (logits.argmax(dim=-1) == chosen).float().cpu()}
     if not sampling.is_greedy:
         if logprobs is None:
@@ -222,4 +222,3 @@ def evaluate(scorer: Scorer, eval_set: EvalSet, lengths: Sequence[int], what: st
         )
         for (method, length), prompts in table.items()
     ]
-

@@ -27,9 +27,7 @@ _CONFIDENCE = 0.99
 
 
 def _with_completion(row: DistillRow, result: DecodeResult) -> DistillRow:
-    return DistillRow(
-        **{**vars(row), "completion_ids": result.completion_ids, "finish_reason": result.finish_reason}
-    )
+    return DistillRow(**{**vars(row), "completion_ids": result.completion_ids, "finish_reason": result.finish_reason})
 
 
 def first_divergence(

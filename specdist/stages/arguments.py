@@ -79,14 +79,14 @@ def parse(
     Raises ConfigError on an unknown key (with the nearest known one), on a value out of range and on a wrong type.
     """
     path, rest = _split_config(list(sys.argv[1:] if arguments is None else arguments), default_config)
-    types = (
+    types: list[Any] = [
         TargetArguments,
         DataArguments,
         model_arguments,
         EvaluationArguments,
         ReleaseArguments,
         training_arguments,
-    )
+    ]
     known = {f.name for t in types for f in dataclasses.fields(t) if f.init}
     on_command_line = [item[2:].split("=")[0].replace("-", "_") for item in rest if item.startswith("--")]
     from_file = _numbers_from_text(_read_yaml(path), types)

@@ -100,9 +100,7 @@ def best_checkpoint(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> tuple
     return best[1], points
 
 
-def _certified(
-    run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport
-) -> EvalReport:
+def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport) -> EvalReport:
     settings = run.config.evaluation
     model = run.target_model(run.config.target.eval_dtype)
     drafter = loader.drafter(run.export, model)

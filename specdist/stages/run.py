@@ -195,7 +195,9 @@ def _plan(run: Run, trained_bytes: int) -> None:
             f"the run needs about {memory / 1e9:.1f} GB of memory on {run.device} and it has {available / 1e9:.1f} GB; "
             "set eval_dtype to bfloat16, or spread the target over more GPUs with target_device_map: auto"
         )
-    logger.info("plan  target    %s, %.0f M parameters, on %s", run.target.identity.model_id, parameters / 1e6, run.device)
+    logger.info(
+        "plan  target    %s, %.0f M parameters, on %s", run.target.identity.model_id, parameters / 1e6, run.device
+    )
     logger.info("plan  data      %d answers of up to %d tokens to train on", rows, data.train_max_new_tokens)
     logger.info("plan            %d answers of up to %d tokens to evaluate on", eval_rows, data.eval_max_new_tokens)
     logger.info("plan  training  %g epochs, %d processes", steps.num_train_epochs, run.state.num_processes)

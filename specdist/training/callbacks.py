@@ -1,4 +1,4 @@
-"""Owns what happens around training steps: the metrics file, complete checkpoints, acceptance of each, a stop on NaN."""
+"""Owns what happens around training steps: the metrics file, checkpoints, acceptance of each, a stop on NaN."""
 
 import json
 import logging
@@ -55,9 +55,7 @@ class MetricsFile(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").split("\n")
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
@@ -85,14 +83,14 @@ class MetricsFile(TrainerCallback):
 
 
 class CheckpointAcceptance(TrainerCallback):
-    """Marks each saved checkpoint complete, then measures its acceptance from disk and logs it as metrics of the run."""
+    """Marks each saved checkpoint complete, then measures its acceptance from disk and logs that as metrics."""
 
     def __init__(self, evaluate: Callable[[Path], dict[str, float]]) -> None:
         self.evaluate = evaluate
         self.trainer: Trainer | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        directory = Path(args.output_dir)
+        directory = Path(str(args.output_dir))
         checkpoint = directory / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero:
             provenance.write_json(checkpoint / COMPLETE_FILE, {"step": state.global_step})

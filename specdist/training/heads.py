@@ -65,7 +65,7 @@ def heads_loss(features: Tensor, projection: torch.nn.Module, labels: Tensor, de
 
 
 class HeadsTrainer(Trainer):
-    """Trains the heads alone: the target runs without gradients and stays outside the trained module and its DDP wrap."""
+    """Trains the heads alone: the target runs without gradients, outside the trained module and its DDP wrap."""
 
     def __init__(self, heads: MedusaHeads, target_model: PreTrainedModel, decay: float, **arguments: Any) -> None:
         super().__init__(model=heads, **arguments)
