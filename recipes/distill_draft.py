@@ -67,7 +67,11 @@ def main() -> int:
     train(
         run,
         lambda arguments: draft_trainer(
-            load_draft_model(init, dtype_of("float32"), run.device), run.target.tokenizer, examples, arguments
+            load_draft_model(init, dtype_of("float32"), run.device),
+            run.target.tokenizer,
+            examples,
+            arguments,
+            freeze_embeddings=config.model.freeze_embeddings,
         ),
         checkpoint_metrics(run, loader, eval_sets),
     )

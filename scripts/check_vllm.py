@@ -34,9 +34,10 @@ MAX_LENGTH_DIFFERENCE = 0.10
 
 Row = dict[str, Any]  # of a dataset, or an engine's answer to it
 
-_ENGINE_ENVIRONMENT = {
+_ENGINE_ENVIRONMENT = {  # what the caller has set wins
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads bound to cores stall each other where something else runs too
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -332,17 +333,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description="Open drafters in vLLM; compare its greedy tokens and acceptance with the target and the report.",
         epilog="Exit status 1: tokens differ (not at a near-tie), nothing was accepted, or the mean acceptance length "
         f"is off by more than {MAX_LENGTH_DIFFERENCE:.0%}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--drafter", action="append", metavar="NAME", help="model or export directory, repeatable; None: every model")
-    add("--target", type=Path, help="directory of the target model; None: the demo's")
-    add("--registry", type=Path, default=Path("runs/registry"), help="registry of drafters")
-    add("--dataset", type=Path, help="greedy answers to the evaluation prompts; None: the newest beside the registry")
-    add("--num-prompts", type=_positive, default=24, help="how many of the evaluation prompts")
-    add("--num-speculative-tokens", type=_positive, help="draft length; the longest measured up to it is used")
-    add("--dtype", choices=sorted(NEAR_TIE_LOGIT_GAP), default="float32", help="in which vLLM computes")
-    add("--output", type=Path, default=Path("runs/vllm_check.json"), help="where the result goes")
+    add("--drafter", action="append", metavar="NAME", help="model or export directory, repeatable (default: all models)")
+    add("--target", type=Path, help="directory of the target model (default: the demo's)")
+    add("--registry", type=Path, default=Path("runs/registry"), help="registry of drafters (default: %(default)s)")
+    add("--dataset", type=Path, help="the evaluation prompts' greedy answers (default: the newest beside the registry)")
+    add("--num-prompts", type=_positive, default=24, metavar="N", help="how many of them (default: %(default)s)")
+    add("--num-speculative-tokens", type=_positive, metavar="N", help="draft length at most (default: the report's own)")
+    add("--dtype", choices=sorted(NEAR_TIE_LOGIT_GAP), default="float32", help="vLLM's (default: %(default)s)")
+    add("--output", type=Path, default=Path("runs/vllm_check.json"), help="the result (default: %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -114,6 +114,9 @@ class DraftArguments:
     draft_layers: list[int] = field(
         default_factory=list, metadata={"help": "For prune: the target's layers to keep, counted from 0."}
     )
+    freeze_embeddings: bool = field(
+        default=False, metadata={"help": "Leave the token embeddings and the output projection as they are."}
+    )
 
 
 @dataclass

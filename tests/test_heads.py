@@ -70,7 +70,7 @@ def test_heads_loss_is_the_decayed_sum_of_cross_entropies() -> None:
     projection = torch.nn.Linear(8, VOCAB, bias=False)
     features, labels = torch.randn(3, 6, 8), torch.randint(0, VOCAB, (6, 3))
     labels[4:, 2] = IGNORED
-    total, sums = heads_loss(features, projection, labels, decay=0.5)
+    total, sums = heads_loss(features, projection.weight, labels, decay=0.5)
     expected = [
         torch.nn.functional.cross_entropy(projection(features[i]), labels[:, i], reduction="sum") for i in range(3)
     ]

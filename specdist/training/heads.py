@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdist.drafters.heads import MedusaHeads
+from specdist.losses import linear_cross_entropy
 
 IGNORED = -100
 
@@ -49,16 +50,16 @@ class HeadsCollator:
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def heads_loss(features: Tensor, projection: torch.nn.Module, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+def heads_loss(features: Tensor, weight: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each head, summed over its labels; head i weighs decay^i in the total.
 
-    `features` [H, S, D] of the heads, `labels` [S, H] with −100 where a head has none. Returns the weighted sum [] and
+    `features` [H, S, D] of the heads, `weight` [V, D] of the projection, `labels` [S, H] with −100 where a head has none. Returns the weighted sum [] and
     each head's own sum [H]; the caller divides by the number of labels (Cai et al. 2024, eq. 1, as a mean over labels).
     """
     total, sums = features.new_zeros((), dtype=torch.float32), []
     for i, feature in enumerate(features):
-        logits = projection(feature.to(projection.weight.dtype)).float()  # [S, V]
-        loss = torch.nn.functional.cross_entropy(logits, labels[:, i], ignore_index=IGNORED, reduction="sum")
+        labelled = labels[:, i] != IGNORED  # [S]
+        loss = linear_cross_entropy(feature[labelled], weight, labels[labelled, i])
         sums.append(loss.detach())
         total = total + decay**i * loss
     return total, torch.stack(sums)
@@ -90,7 +91,7 @@ class HeadsTrainer(Trainer):
         supervised = inputs["labels"][:, 0] != IGNORED  # [B, T]
         labels = inputs["labels"].transpose(1, 2)[supervised]  # [S, H]
         features = model(output.last_hidden_state[supervised].float())  # [H, S, D]
-        total, sums = heads_loss(features, self.target_model.get_output_embeddings(), labels, self.decay)
+        total, sums = heads_loss(features, self.target_model.get_output_embeddings().weight, labels, self.decay)
         counts = (labels != IGNORED).sum(dim=0)
         self._head_sums += sums
         self._head_counts += counts
