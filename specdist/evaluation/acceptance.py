@@ -178,11 +178,15 @@ class HeadsScorer:
         return result
 
 
-def replay_one(row: DistillRow, accept: Tensor, num_speculative_tokens: int) -> PromptCounts:
-    """Counters of one text from its acceptances [L, ≥ γ]."""
-    lengths = torch.tensor([len(row.completion_ids)])
-    drafts, drafted, accepted = replay(accept[None], lengths, num_speculative_tokens)
-    return PromptCounts(row.prompt_id, row.domain, drafts.item(), drafted.item(), accepted[0].tolist())
+def replay_rows(
+    rows: Sequence[DistillRow], accepts: Sequence[Tensor], num_speculative_tokens: int
+) -> list[PromptCounts]:
+    """Counters of each text from its acceptances [L, ≥ γ]."""
+    padded = torch.nn.utils.rnn.pad_sequence(list(accepts), batch_first=True)  # [B, L max, K]
+    lengths = torch.tensor([len(row.completion_ids) for row in rows])
+    drafts, drafted, accepted = replay(padded, lengths, num_speculative_tokens)
+    counters = zip(rows, drafts.tolist(), drafted.tolist(), accepted.tolist(), strict=True)
+    return [PromptCounts(row.prompt_id, row.domain, *values) for row, *values in counters]
 
 
 def replay_counts(
@@ -190,13 +194,20 @@ def replay_counts(
 ) -> dict[tuple[str, int], list[PromptCounts]]:
     """Counters of every text by (draft sample method, draft length); the texts are shared out over the processes."""
     state = PartialState()
-    mine = eval_set.texts[state.process_index :: state.num_processes]
-    counts: list[tuple[str, int, PromptCounts]] = []
+    # Of a text of one token the prefill wrote all: nothing is ever drafted
+    drafted = [text for text in eval_set.texts if len(text.row.completion_ids) > 1]
+    mine = drafted[state.process_index :: state.num_processes]
+    accepts: dict[str, list[Tensor]] = {}
     for text in track(mine, len(mine), what, logger):
-        if len(text.row.completion_ids) < 2:
-            continue  # the prefill wrote all of it: nothing is ever drafted
         for method, accept in scorer.accept(text, eval_set.sampling).items():
-            counts += [(method, n, replay_one(text.row, accept, n)) for n in lengths]
+            accepts.setdefault(method, []).append(accept)
+    rows = [text.row for text in mine]
+    counts = [
+        (method, length, prompt)
+        for method, values in accepts.items()
+        for length in lengths
+        for prompt in replay_rows(rows, values, length)
+    ]
     table: dict[tuple[str, int], list[PromptCounts]] = {}
     for method, length, prompt in sorted(gather_object(counts), key=lambda item: item[2].prompt_id):
         table.setdefault((method, length), []).append(prompt)

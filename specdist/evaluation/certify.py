@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdist import metrics
 from specdist.decoding.loop import DecodeResult, decode
 from specdist.drafters.base import Drafter
-from specdist.evaluation.acceptance import EvalSet, Scorer, replay_one, setting_name, target_pass
+from specdist.evaluation.acceptance import EvalSet, Scorer, replay_rows, setting_name, target_pass
 from specdist.progress import track
 from specdist.replay import greedy_steps
 from specdist.schema import Certification, DistillRow, Divergence, Fidelity, PromptCounts
@@ -76,7 +76,7 @@ def certify_greedy(
         if steps != greedy_steps(accept, length, gamma):
             mismatched.append(row.prompt_id)
         if length > 1:
-            replayed.append(replay_one(row, accept, gamma))
+            replayed += replay_rows([row], [accept], gamma)
             decoded.append(result.counts(row.prompt_id, row.domain, gamma))
     mean = metrics.pooled_length(replayed)
     certification = Certification(
@@ -123,7 +123,7 @@ def certify_sampled(
                 continue
             own = target_pass(model, _with_completion(row, result), eval_set.sampling)
             accept = scorer.accept(own, eval_set.sampling)[draft_sample_method]
-        replayed.append(replay_one(own.row, accept, gamma))
+        replayed += replay_rows([own.row], [accept], gamma)
         decoded.append(result.counts(row.prompt_id, row.domain, gamma))
     mean, real = metrics.pooled_length(replayed), metrics.pooled_length(decoded)
     spread = metrics.bootstrap_length_differences(decoded, replayed) - (real - mean)

@@ -200,11 +200,22 @@ def _plan(run: Run, trained_bytes: int) -> None:
     )
     logger.info("plan  data      %d answers of up to %d tokens to train on", rows, data.train_max_new_tokens)
     logger.info("plan            %d answers of up to %d tokens to evaluate on", eval_rows, data.eval_max_new_tokens)
-    logger.info("plan  training  %g epochs, %d processes", steps.num_train_epochs, run.state.num_processes)
+    logger.info(
+        "plan  training  %g epochs, %d processes of %d threads",
+        steps.num_train_epochs,
+        run.state.num_processes,
+        torch.get_num_threads(),
+    )
     logger.info("plan  disk      about %.1f GB of %.1f GB free", disk / 1e9, free / 1e9)
     logger.info("plan  memory    about %.1f GB of %.1f GB", memory / 1e9, available / 1e9)
     champion = run.registry.champion()
     logger.info("plan  champion  %s", f"version {champion.number}" if champion else "none yet")
+
+
+def _use_all_cores() -> None:
+    """Share the cores that this process may use among the processes here; accelerate launch would leave one thread."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:
@@ -213,6 +224,7 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained.
     """
     state = PartialState()
+    _use_all_cores()
     if not state.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     policy = load_policy(Path(config.release.gate_policy))

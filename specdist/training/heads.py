@@ -53,8 +53,9 @@ class HeadsCollator:
 def heads_loss(features: Tensor, weight: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each head, summed over its labels; head i weighs decay^i in the total.
 
-    `features` [H, S, D] of the heads, `weight` [V, D] of the projection, `labels` [S, H] with −100 where a head has none. Returns the weighted sum [] and
-    each head's own sum [H]; the caller divides by the number of labels (Cai et al. 2024, eq. 1, as a mean over labels).
+    `features` [H, S, D] of the heads, `weight` [V, D] of the projection, `labels` [S, H] with −100 where a head has
+    none. Returns the weighted sum [] and each head's own sum [H]; the caller divides by the number of labels
+    (Cai et al. 2024, eq. 1, as a mean over labels).
     """
     total, sums = features.new_zeros((), dtype=torch.float32), []
     for i, feature in enumerate(features):
