@@ -24,9 +24,9 @@ run_recipe() {
     say "recipes/$1.py, launched with $launch_config"
     # The launcher turns every failure into exit status 1; --quiet keeps its own traceback from burying the recipe's.
     if accelerate launch --quiet --config_file "$launch_config" "recipes/$1.py" "${@:2}"; then
-        say "recipes/$1.py: promoted"
+        say "recipes/$1.py: done"
     else
-        say "recipes/$1.py: not promoted; its last lines above say why"
+        say "recipes/$1.py: failed or not promoted; its last lines above say why"
         status=1
     fi
 }

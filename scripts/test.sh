@@ -13,5 +13,6 @@ ruff check .
 say "types"
 mypy
 say "tests"
-pytest "$@"
+# One process per core, each with one thread: models in tests are too small to share.
+OMP_NUM_THREADS=1 pytest --numprocesses auto "$@"
 say "all passed"

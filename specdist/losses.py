@@ -55,4 +55,4 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     entries. Products are taken in autocast's dtype, normalisation in fp32. The caller divides by the global number of
     supervised tokens. After "cut cross-entropy" (Wijmans et al. 2024) and Liger's fused form, in plain torch.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(hidden, weight, labels)

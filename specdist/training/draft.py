@@ -24,9 +24,9 @@ class DraftTrainer(SFTTrainer):
     TRL's own loss serves where the projection is no plain matrix product, or its weight is sharded.
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        config = self.model.config.get_text_config()
+    def __init__(self, model: PreTrainedModel, **arguments: Any) -> None:
+        super().__init__(model=model, **arguments)
+        config = model.config.get_text_config()
         transformed = any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_TRANSFORMS)
         self._fuses_projection = not (transformed or self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
@@ -74,4 +74,4 @@ def draft_trainer(
         model.get_input_embeddings().requires_grad_(False)
         model.get_output_embeddings().requires_grad_(False)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # token ids and labels are final
-    return DraftTrainer(model=model, args=arguments, train_dataset=examples, processing_class=tokenizer)
+    return DraftTrainer(model, args=arguments, train_dataset=examples, processing_class=tokenizer)
