@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from specdist import provenance, tracking
+from specdist.dataset.prompts import prompts_sha256
 from specdist.drafters.base import Drafter
 from specdist.errors import ArtifactError
 from specdist.evaluation.acceptance import MAX_SPECULATIVE_TOKENS, EvalSet, Scorer, evaluate
@@ -159,7 +160,7 @@ def assess_export(
             checkpoint_step=record.checkpoint_step,
             lossless=record.lossless,
             target=run.target.identity,
-            eval_prompts_sha256=provenance.sha256_json(sorted(p.id for p in run.eval_prompts)),
+            eval_prompts_sha256=prompts_sha256(run.eval_prompts),
             num_training_rows=len(train_rows),
             num_training_tokens=sum(len(row.completion_ids) for row in train_rows),
             primary_setting=PRIMARY_SETTING,
