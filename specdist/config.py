@@ -141,6 +141,7 @@ class EvaluationArguments:
 
     num_speculative_tokens: int = field(default=4, metadata={"help": "Draft length that the gate judges."})
     certify_prompts: int = field(default=50, metadata={"help": "Prompts on which the real decoder certifies replay."})
+    certify_sampled_prompts: int = field(default=50, metadata={"help": "The same, for sampled decoding."})
     certify_max_new_tokens: int = field(default=32, metadata={"help": "Tokens of each, cut from the evaluation text."})
     speed_prompts: int = field(default=8, metadata={"help": "Prompts that are timed; 0 leaves timing out."})
     speed_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4], metadata={"help": "Draft lengths timed."})
@@ -149,6 +150,7 @@ class EvaluationArguments:
     def __post_init__(self) -> None:
         _check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, 8)
         _check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
+        _check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
         _check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)
         _check_range("evaluation", "speed_repeats", self.speed_repeats, 1, 1_000)
 

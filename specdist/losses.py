@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 256  # positions whose logits exist at a time
+CHUNK = 128  # positions whose logits exist at a time; of 16 to 256 the fastest at 49,152 tokens on a CPU
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

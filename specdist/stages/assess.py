@@ -106,7 +106,8 @@ def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet
     model = run.target_model(run.config.target.eval_dtype)
     drafter = loader.drafter(run.export, model)
     gamma, eos = settings.num_speculative_tokens, run.target.identity.eos_token_ids
-    subsets = [s.truncated(settings.certify_prompts, settings.certify_max_new_tokens) for s in eval_sets]
+    sizes = (settings.certify_prompts, settings.certify_sampled_prompts)
+    subsets = [s.truncated(n, settings.certify_max_new_tokens) for s, n in zip(eval_sets, sizes, strict=True)]
     greedy, fidelity = certify_greedy(model, drafter, scorer, subsets[0], gamma, eos)
     sampled = certify_sampled(model, drafter, scorer, subsets[1], gamma, eos)
     invalid = [

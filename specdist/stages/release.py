@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from specdist import provenance
+from specdist.demo import DEMO_NAME
 from specdist.evaluation.report import read_report, write_report
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
@@ -33,7 +34,9 @@ def _log_serving(run: Run) -> None:
     path = run.registry.champion_path()
     config = {**read_record(run.export).speculative_config, "model": str(path)}
     logger.info("champion: %s", path)
-    logger.info("vLLM: vllm serve %s --speculative-config '%s'", run.config.target.target_model, json.dumps(config))
+    named = run.config.target.target_model
+    model = run.target.path if named == DEMO_NAME or Path(named).is_dir() else named
+    logger.info("vLLM: vllm serve %s --speculative-config '%s'", model, json.dumps(config))
 
 
 def _served_before(run: Run, report: EvalReport) -> str | None:

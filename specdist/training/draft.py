@@ -41,8 +41,7 @@ class DraftTrainer(SFTTrainer):
         if not self._fuses_projection or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         output = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            input_ids=inputs["input_ids"],  # padded at the right: causal attention never sees it, no mask is needed
             use_cache=False,
             output_hidden_states=True,
             logits_to_keep=1,

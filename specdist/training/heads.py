@@ -32,7 +32,10 @@ def head_labels(labels: list[int], prompt_length: int, num_heads: int) -> Tensor
 
 
 class HeadsCollator:
-    """Pads rows at the right and gives every head its labels [B, H, T]."""
+    """Pads rows at the right and gives every head its labels [B, H, T].
+
+    There is no attention mask: under causal attention no token sees the padding at its right.
+    """
 
     def __init__(self, num_heads: int, pad_token_id: int) -> None:
         self.num_heads, self.pad_token_id = num_heads, pad_token_id
@@ -40,14 +43,12 @@ class HeadsCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
         input_ids = torch.full((len(rows), length), self.pad_token_id)
-        attention_mask = torch.zeros(len(rows), length, dtype=torch.long)
         labels = torch.full((len(rows), self.num_heads, length), IGNORED)
         for b, row in enumerate(rows):
             size = len(row["input_ids"])
             input_ids[b, :size] = torch.tensor(row["input_ids"])
-            attention_mask[b, :size] = 1
             labels[b, :, :size] = head_labels(row["labels"], row["prompt_length"], self.num_heads)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return {"input_ids": input_ids, "labels": labels}
 
 
 def heads_loss(features: Tensor, weight: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
@@ -85,9 +86,7 @@ class HeadsTrainer(Trainer):
     ) -> Tensor:
         """Weighted cross-entropy, as a mean over the labels of all heads, processes and accumulation steps."""
         with torch.no_grad():
-            output = self.target_model.base_model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
-            )
+            output = self.target_model.base_model(input_ids=inputs["input_ids"], use_cache=False)
         # Head 0 has a label wherever any head has one; only these positions reach the heads and the vocabulary
         supervised = inputs["labels"][:, 0] != IGNORED  # [B, T]
         labels = inputs["labels"].transpose(1, 2)[supervised]  # [S, H]
