@@ -50,7 +50,7 @@ def command(kind: str, target: Path, directory: Path, *extra: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "SPECDIST_NUM_THREADS": "1"}
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:

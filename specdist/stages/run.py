@@ -213,9 +213,13 @@ def _plan(run: Run, trained_bytes: int) -> None:
 
 
 def _use_all_cores() -> None:
-    """Share the cores that this process may use among the processes here; accelerate launch would leave one thread."""
+    """Share the cores that this process may use among the processes here; accelerate launch would leave one thread.
+
+    SPECDIST_NUM_THREADS says otherwise.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(int(os.environ.get("SPECDIST_NUM_THREADS", share)))
 
 
 def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:

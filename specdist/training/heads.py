@@ -85,7 +85,8 @@ class HeadsTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Weighted cross-entropy, as a mean over the labels of all heads, processes and accumulation steps."""
-        with torch.no_grad():
+        # The target runs in its own dtype: autocast, which is for the heads, would cast at each of its layers
+        with torch.no_grad(), torch.autocast(self.args.device.type, enabled=False):
             output = self.target_model.base_model(input_ids=inputs["input_ids"], use_cache=False)
         # Head 0 has a label wherever any head has one; only these positions reach the heads and the vocabulary
         supervised = inputs["labels"][:, 0] != IGNORED  # [B, T]
