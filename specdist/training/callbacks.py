@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specdist import provenance
@@ -99,7 +100,10 @@ class CheckpointAcceptance(TrainerCallback):
                     (earlier / name).unlink(missing_ok=True)
         if self.trainer is not None:
             self.trainer.accelerator.wait_for_everyone()
-            self.trainer.log(self.evaluate(checkpoint))
+            # A resumed run does not measure again what was measured, so measuring must not draw from training's RNG
+            with torch.random.fork_rng():
+                values = self.evaluate(checkpoint)
+            self.trainer.log(values)
 
 
 def run_training(trainer: Trainer, *, resume_from: Path | None, callbacks: list[TrainerCallback]) -> None:
