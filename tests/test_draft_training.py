@@ -8,6 +8,7 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from specdist.losses import linear_cross_entropy
 from specdist.training.draft import draft_trainer
 
 
@@ -33,12 +34,23 @@ def make_trainer(directory: Path, rows: Dataset, *, batch: int, accumulation: in
         save_strategy="no",
         logging_steps=1,
         use_cpu=True,
-        bf16=False,
         activation_checkpointing=False,
         disable_tqdm=True,
-        **extra,
+        **{"bf16": False, **extra},
     )
     return draft_trainer(make_tiny_llama(268), make_tiny_tokenizer(), rows, arguments, freeze_embeddings=freeze)
+
+
+def test_the_vocabulary_product_runs_in_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def loss(*arguments):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return linear_cross_entropy(*arguments)
+
+    monkeypatch.setattr("specdist.training.draft.linear_cross_entropy", loss)
+    make_trainer(tmp_path, examples(ROWS), batch=4, bf16=True).train()
+    assert seen == [True]  # the trainer's own autocast covers the model's forward alone
 
 
 def step(trainer: SFTTrainer) -> tuple[float, torch.Tensor]:

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
 from specdist.errors import ArtifactError
+from specdist.losses import linear_cross_entropy
 from specdist.training.heads import IGNORED, HeadsCollator, head_labels, heads_loss, heads_trainer
 
 VOCAB = 40
@@ -78,7 +79,7 @@ def test_heads_loss_is_the_decayed_sum_of_cross_entropies() -> None:
     torch.testing.assert_close(total, expected[0] + 0.5 * expected[1] + 0.25 * expected[2])
 
 
-def train_once(tmp_path: Path, *, batch: int, accumulation: int, rows: list[dict]):
+def train_once(tmp_path: Path, *, batch: int, accumulation: int, rows: list[dict], bf16: bool = False):
     target = make_tiny_llama(VOCAB, seed=1).requires_grad_(False)
     heads = MedusaHeads(3, 2, target.config.hidden_size)
     arguments = TrainingArguments(
@@ -94,6 +95,7 @@ def train_once(tmp_path: Path, *, batch: int, accumulation: int, rows: list[dict
         save_strategy="no",
         logging_steps=1,
         use_cpu=True,
+        bf16=bf16,
         disable_tqdm=True,
     )
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
@@ -124,6 +126,19 @@ def test_t9_accumulation_gives_the_step_of_one_batch(tmp_path: Path) -> None:
     )
     losses = [next(e["loss"] for e in t.state.log_history if "loss" in e) for t in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_vocabulary_product_runs_in_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def loss(*arguments):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return linear_cross_entropy(*arguments)
+
+    monkeypatch.setattr("specdist.training.heads.linear_cross_entropy", loss)
+    rows = [row(3, 12, seed) for seed in range(2)]
+    train_once(tmp_path, batch=2, accumulation=1, rows=rows, bf16=True)
+    assert seen == [True] * 3  # the trainer's own autocast covers the heads' forward alone
 
 
 def test_t4_a_batch_without_any_label_is_no_nan(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Everything that can be known before work begins is checked here, so that nothing is lost to it later.
 """
 
+import ctypes
 import logging
 import os
 import shutil
@@ -222,6 +223,14 @@ def _use_all_cores() -> None:
     torch.set_num_threads(int(os.environ.get("SPECDIST_NUM_THREADS", share)))
 
 
+def _keep_freed_memory() -> None:
+    """Let glibc reuse freed memory; handing large tensors back at once costs a quarter of a step in page faults."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: tensors below 1 GiB come from the heap,
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: which is not returned to the system after each
+
+
 def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:
     """Check everything that can be known, claim the run's directory, and log the plan. None after a dry run.
 
@@ -229,6 +238,7 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     """
     state = PartialState()
     _use_all_cores()
+    _keep_freed_memory()
     if not state.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     policy = load_policy(Path(config.release.gate_policy))

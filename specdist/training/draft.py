@@ -50,7 +50,8 @@ class DraftTrainer(SFTTrainer):
         supervised = labels != IGNORED  # [B, T − 1]
         hidden = output.hidden_states[-1][:, :-1][supervised]  # [S, D]
         weight = self.accelerator.unwrap_model(model).get_output_embeddings().weight
-        total = linear_cross_entropy(hidden, weight, labels[supervised])
+        with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
+            total = linear_cross_entropy(hidden, weight, labels[supervised])
         if num_items_in_batch is None:
             return total / supervised.sum().clamp(min=1)
         # The count covers all processes, over which DDP averages the gradients

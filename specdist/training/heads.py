@@ -92,7 +92,8 @@ class HeadsTrainer(Trainer):
         supervised = inputs["labels"][:, 0] != IGNORED  # [B, T]
         labels = inputs["labels"].transpose(1, 2)[supervised]  # [S, H]
         features = model(output.last_hidden_state[supervised].float())  # [H, S, D]
-        total, sums = heads_loss(features, self.target_model.get_output_embeddings().weight, labels, self.decay)
+        with self.accelerator.autocast():  # which the trainer applies to the heads' own forward only
+            total, sums = heads_loss(features, self.target_model.get_output_embeddings().weight, labels, self.decay)
         counts = (labels != IGNORED).sum(dim=0)
         self._head_sums += sums
         self._head_counts += counts
