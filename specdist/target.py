@@ -3,6 +3,7 @@
 Shapes: T tokens, D hidden size, V vocabulary. Knows no drafter.
 """
 
+import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,15 @@ def locate_target(model: str) -> Path:
         ) from error
 
 
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, found as `locate_target` does. Raises ArtifactError where there is none."""
+    path = locate_target(model)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{model}: no tokenizer can be read from it ({error})") from error
+
+
 def stop_token_ids(
     config: PretrainedConfig, generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
@@ -135,6 +145,11 @@ def open_target(model: str) -> Target:
     return Target(path, identity, tokenizer, config)
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What `forward` calls the KV cache: transformers before 5.20, as vLLM pins it, says past_key_values."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty KV cache from which tokens can be taken back, sliding-window layers included."""
     cache = DynamicCache(config=model.config)
@@ -154,7 +169,7 @@ def forward_block(
     fresh = torch.tensor([token_ids], device=model.device)
     output = model(
         input_ids=fresh,
-        cache=cache,
+        **{cache_argument(model): cache},
         use_cache=cache is not None,
         output_hidden_states=True,
         logits_to_keep=logits_to_keep,

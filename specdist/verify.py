@@ -9,6 +9,8 @@ from torch import Tensor
 from specdist.errors import ConfigError
 from specdist.schema import SamplingSpec
 
+_NUCLEUS_SIZE = 128  # tokens that are looked at first for top-p: enough for nearly every row
+
 
 def served_logprobs(logits: Tensor, sampling: SamplingSpec) -> Tensor:
     """Log-probabilities that the server samples from: temperature, then top-k, then top-p. fp32, −inf where filtered.
@@ -24,12 +26,28 @@ def served_logprobs(logits: Tensor, sampling: SamplingSpec) -> Tensor:
         threshold = scores.topk(sampling.top_k, dim=-1).values[..., -1:]  # [..., 1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, order = scores.sort(dim=-1, descending=True)
-        mass_before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        dropped = torch.zeros_like(mass_before, dtype=torch.bool)
-        dropped.scatter_(-1, order, mass_before >= sampling.top_p)
-        scores = scores.masked_fill(dropped, -torch.inf)
+        scores = scores.masked_fill(~_nucleus(scores, sampling.top_p), -torch.inf)
     return scores.log_softmax(dim=-1)
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Mask [..., V] of the smallest set of most probable tokens with a mass of `top_p`; of equal ones the lowest ids.
+
+    The most probable are found without sorting all V, in blocks that grow until the nucleus of every row is inside.
+    """
+    total = scores.logsumexp(dim=-1, keepdim=True)  # [..., 1]
+    size = _NUCLEUS_SIZE
+    while True:
+        best = scores.topk(min(size, scores.shape[-1]), dim=-1).values  # [..., K], falling
+        probs = (best - total).exp()
+        inside = probs.cumsum(dim=-1) - probs < top_p  # [..., K]; the mass before a token is short of top_p
+        if size >= scores.shape[-1] or not bool(inside[..., -1].any()):
+            break
+        size *= 8
+    last = best.gather(-1, inside.sum(dim=-1, keepdim=True) - 1)  # [..., 1], score of the least probable inside
+    tied = scores == last
+    num_tied = (inside & (best == last)).sum(dim=-1, keepdim=True)
+    return (scores > last) | (tied & (tied.cumsum(dim=-1) <= num_tied))
 
 
 def sample(probs: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,10 +9,11 @@ from report_factory import TARGET, make_report
 
 from scripts import check_vllm
 from specdist import provenance
+from specdist.dataset.manifest import Tally
 from specdist.dataset.shards import write_shard
 from specdist.errors import ArtifactError
 from specdist.metrics import acceptance_result
-from specdist.schema import DatasetManifest, DistillRow, PromptCounts, SamplingSpec
+from specdist.schema import ChatFormat, DatasetInputs, DatasetManifest, DistillRow, PromptCounts, SamplingSpec
 
 GREEDY = SamplingSpec(max_new_tokens=8)
 TEXT = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -20,7 +21,7 @@ PROMPTS = [f"p{i}" for i in range(4)]
 
 
 def make_row(prompt_id: str, sampling: SamplingSpec = GREEDY, index: int = 0) -> DistillRow:
-    return DistillRow(f"{prompt_id}-{index}", prompt_id, index, "code", [5, 6, 7], TEXT, "length", sampling, 1)
+    return DistillRow(f"{prompt_id}-{index}", prompt_id, 0, 0, "code", [5, 6, 7], TEXT, "length", sampling, 1)
 
 
 def make_acceptance(gamma: int, setting: str = "greedy"):
@@ -51,24 +52,32 @@ def publish(registry: Path, name: str = "model", **changes) -> Path:
 def write_dataset(directory: Path, **changes) -> Path:
     sampled = SamplingSpec(temperature=0.8, max_new_tokens=8)
     rows = [make_row(p, s, i) for p in [*PROMPTS, "short"] for i, s in enumerate([sampled, GREEDY])]
-    write_shard(directory / "shard-00000.parquet", rows, "f")
-    manifest = DatasetManifest(
+    shard = write_shard(directory, rows, fingerprint="f", engine="x")
+    inputs = DatasetInputs(
         target=TARGET,
         prompts_sha256="e" * 64,
+        chat_format=ChatFormat(),
         samplings=[sampled, GREEDY],
         max_prompt_tokens=99,
+        context_length=999,
+        engine="transformers",
         dtype="float32",
-        engine="x",
-        num_prompts=5,
-        num_rows=10,
-        num_prompt_tokens=30,
-        num_completion_tokens=80,
-        rejected={},
-        finish_reasons={},
-        domains={},
-        shards={"shard-00000.parquet": provenance.sha256_file(directory / "shard-00000.parquet")},
+        seed=0,
+        num_top_logprobs=0,
     )
-    provenance.write_json(directory / "manifest.json", replace(manifest, **changes).to_json())
+    tally = Tally()
+    for row in rows:
+        tally.add(row, "x")
+    manifest = DatasetManifest(
+        inputs=replace(inputs, **changes),
+        num_asked=10,
+        rejected={},
+        actions={},
+        tokens_per_second=None,
+        shards={shard.name: provenance.sha256_file(shard)},
+        **tally.values(),
+    )
+    provenance.write_json(directory / "manifest.json", manifest.to_json())
     return directory
 
 
@@ -160,8 +169,8 @@ def test_the_dataset_is_that_of_the_reports_prompts_and_only_counted_greedy_rows
     assert {row["sampling"]["temperature"] for row in rows} == {0.0}
     with pytest.raises(ArtifactError, match="no greedy answers"):
         check_vllm.find_dataset(tmp_path / "run/data/newer", tmp_path, drafters)
-    (right / "shard-00000.parquet").write_bytes(b"")
-    with pytest.raises(ArtifactError, match=r"shard-00000\.parquet: missing or altered"):
+    next(right.glob("shard-*")).write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"shard-.*\.parquet: missing or altered"):
         check_vllm.read_rows(directory, manifest, drafters, 3)
 
 

@@ -23,6 +23,20 @@ def test_served_logprobs_equal_transformers_warpers(temperature: float, top_k: i
     torch.testing.assert_close(served, expected.log_softmax(-1))
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
+def test_top_p_equals_a_sort_of_the_whole_vocabulary(scale: float) -> None:
+    """From flat, where the nucleus is most of the vocabulary, to peaked; scores are coarse, so many are equal."""
+    logits = (torch.randn(6, 3000, generator=torch.Generator().manual_seed(0)) * scale).bfloat16().float()
+    for top_p in (0.05, 0.5, 0.9, 0.99):
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.double().softmax(-1)
+        kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, probs.cumsum(-1) - probs < top_p)
+        served = served_logprobs(logits, SamplingSpec(1.0, top_p=top_p))
+        differ = (served.isfinite() != kept).sum(-1)
+        assert differ.max() <= 1  # the token at which rounding decides
+        assert torch.equal(served[differ == 0], logits.masked_fill(~kept, -torch.inf).log_softmax(-1)[differ == 0])
+
+
 def test_served_logprobs_refuse_temperature_zero() -> None:
     with pytest.raises(ConfigError, match="temperature 0"):
         served_logprobs(torch.zeros(3), SamplingSpec(0.0))

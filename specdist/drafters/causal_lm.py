@@ -21,7 +21,7 @@ from transformers import (
 
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.errors import ArtifactError, ConfigError, TokenizerMismatch
-from specdist.target import Target
+from specdist.target import Target, cache_argument
 from specdist.verify import sample, served_logprobs
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,9 @@ class DraftModelDrafter:
     def _logits(self, token_ids: list[int]) -> Tensor:
         """Next-token logits [V] after feeding what the cache does not hold yet."""
         fresh = torch.tensor([token_ids[self.cache.get_seq_length() :]], device=self.model.device)
-        output = self.model(input_ids=fresh, cache=self.cache, use_cache=True, logits_to_keep=1)
+        output = self.model(
+            input_ids=fresh, **{cache_argument(self.model): self.cache}, use_cache=True, logits_to_keep=1
+        )
         logits = output.logits[0, -1, : self.vocab_size].float()
         return torch.nn.functional.pad(logits, (0, self.vocab_size - len(logits)), value=-torch.inf)  # [V]
 
