@@ -1,4 +1,4 @@
-"""Owns the command `specdist`: looking at the registry and rolling back. Everything else is a recipe.
+"""Owns the command `specdist`: looking at datasets and the registry, and rolling back. Everything else is a recipe.
 
 Heavy packages are imported by the library when a command needs them, so `--help` and `registry path` are instant.
 """
@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="specdist", description="Look at released drafters and roll back.")
+    parser = argparse.ArgumentParser(prog="specdist", description="Look at data and released drafters, and roll back.")
     groups = parser.add_subparsers(required=True, metavar="GROUP")
+    _add_data_commands(groups.add_parser("data", help="datasets of the target's answers"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
 
@@ -47,6 +48,51 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", metavar="N", help="version (default: the champion before the present one)")
     command.set_defaults(run=_rollback)
     return parser
+
+
+def _add_data_commands(data: argparse.ArgumentParser) -> None:
+    commands = data.add_subparsers(required=True, metavar="COMMAND")
+    directory = argparse.ArgumentParser(add_help=False)
+    directory.add_argument("directory", metavar="DIR", type=Path, help="a finished dataset, runs/…/data/<fingerprint>")
+
+    command = commands.add_parser(
+        "show", parents=[directory], help="the manifest, and rows with what is learned in green"
+    )
+    command.add_argument("--rows", type=int, default=3, help="how many rows (default: %(default)s)")
+    command.add_argument("--target", help="whose tokenizer decodes them (default: the manifest's, if it can be found)")
+    command.set_defaults(run=_data_show)
+    command = commands.add_parser("validate", parents=[directory], help="hash the shards and check every row again")
+    command.set_defaults(run=_data_validate)
+
+
+def _data_show(arguments: argparse.Namespace) -> None:
+    from specdist.dataset.manifest import read_manifest
+    from specdist.dataset.show import manifest_lines, row_lines, sample_rows
+    from specdist.target import load_tokenizer
+
+    manifest = read_manifest(arguments.directory)
+    for line in manifest_lines(manifest):
+        _write(line)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(arguments.target or manifest.inputs.target.model_id)
+    except SpecdistError as error:
+        if arguments.target:
+            raise
+        _write(f"\ntoken ids are shown, name the target with --target to see text ({error})")
+    _write("")
+    for row in sample_rows(arguments.directory, arguments.rows):
+        for line in row_lines(row, tokenizer, colour=sys.stdout.isatty()):
+            _write(line)
+
+
+def _data_validate(arguments: argparse.Namespace) -> None:
+    from specdist.dataset.validate import validate_dataset
+
+    manifest, faults = validate_dataset(arguments.directory)
+    if lines := faults.lines():
+        raise ArtifactError(f"{arguments.directory}: not valid\n" + "\n".join(f"  {line}" for line in lines))
+    _write(f"{arguments.directory}: valid, {manifest.num_rows} rows in {len(manifest.shards)} shards")
 
 
 def _write(line: str) -> None:

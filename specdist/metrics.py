@@ -41,6 +41,18 @@ def predicted_speedup(
     return mean_accepted_length / (num_speculative_tokens * draft_cost_ratio + verify_cost_ratio)
 
 
+def add_counts(one: PromptCounts, other: PromptCounts) -> PromptCounts:
+    """Counters of two texts of one prompt together: the turns of a conversation are one unit of statistics."""
+    positions = zip(one.accepted_at_position, other.accepted_at_position, strict=True)
+    return PromptCounts(
+        one.prompt_id,
+        one.domain,
+        one.num_drafts + other.num_drafts,
+        one.num_draft_tokens + other.num_draft_tokens,
+        [a + b for a, b in positions],
+    )
+
+
 def _resampled_sums(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
     """Sums of `values` [prompts, columns] over `draws` resamplings of the prompts, replaced: [draws, columns]."""
     generator = np.random.default_rng(seed)

@@ -116,7 +116,7 @@ class TargetIdentity(Record):
 
 @dataclass(frozen=True)
 class Prompt(Record):
-    """One conversation to be answered. `id` is a hash of the messages."""
+    """One conversation: each user turn that no assistant turn follows is answered. `id`: hash of the messages."""
 
     id: str
     domain: str
@@ -126,10 +126,16 @@ class Prompt(Record):
 
 @dataclass(frozen=True)
 class DistillRow(Record):
-    """One answer of the target, as token ids. `finish_reason`: "stop" (ends in an EOS id) or "length"."""
+    """One answer of the target to one turn, as token ids. `finish_reason`: "stop" (ends in an EOS id) or "length".
+
+    `turn` counts the conversation's answers from 0; `sample_index` the answers under one sampling.
+    Where the target's best tokens were asked for, K to a completion token: `top_ids` and `top_logprobs` hold them
+    flat, [n · K], best first, as natural log-probabilities at temperature 1; `tail_mass` [n] is what the others have.
+    """
 
     id: str
     prompt_id: str
+    turn: int
     sample_index: int
     domain: str
     prompt_ids: list[int]
@@ -137,25 +143,71 @@ class DistillRow(Record):
     finish_reason: str
     sampling: SamplingSpec
     seed: int
+    top_ids: list[int] | None = None
+    top_logprobs: list[float] | None = None
+    tail_mass: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class ChatFormat(Record):
+    """How conversations are given to the target, as the server will give them.
+
+    `system_prompt` stands before conversations that bring none. `system_role` says what becomes of a system turn where
+    the template has none: "fold" (put before the first user turn) or "reject". `template_arguments` and `tools` go to
+    the chat template.
+    """
+
+    system_prompt: str | None = None
+    system_role: str = "fold"
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.system_role not in ("fold", "reject"):
+            raise ConfigError(f"system_role {self.system_role!r}: expected fold or reject")
+
+
+@dataclass(frozen=True)
+class DatasetInputs(Record):
+    """All that determines what a distillation dataset holds, wherever, by how many and in what order it is written."""
+
+    target: TargetIdentity
+    prompts_sha256: str
+    chat_format: ChatFormat
+    samplings: list[SamplingSpec]
+    max_prompt_tokens: int
+    context_length: int
+    engine: str  # its name without the version
+    dtype: str
+    seed: int
+    num_top_logprobs: int
 
 
 @dataclass(frozen=True)
 class DatasetManifest(Record):
-    """What a distillation dataset was made from and what it holds. `shards` maps file name to SHA-256."""
+    """What a distillation dataset was made from and what it holds.
 
-    target: TargetIdentity
-    prompts_sha256: str
-    samplings: list[SamplingSpec]
-    max_prompt_tokens: int
-    dtype: str
-    engine: str
+    `samplings` repeats a sampling as often as each prompt is answered under it. `rejected` counts prompts, and later
+    turns of conversations, that were left out; `actions` what policies did to prompts that were kept.
+    `engines` counts rows by engine and version; `rows_sha256` is the same however the rows are cut into `shards`,
+    which maps file name to SHA-256. `seconds` and `tokens_per_second` are of the last process group that wrote.
+    """
+
+    inputs: DatasetInputs
     num_prompts: int
+    num_asked: int
     num_rows: int
+    num_truncated: int
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_supervised_tokens: int
     rejected: dict[str, int]
+    actions: dict[str, int]
     finish_reasons: dict[str, int]
     domains: dict[str, int]
+    engines: dict[str, int]
+    tokens_per_second: float | None
+    rows_sha256: str
     shards: dict[str, str]
 
 

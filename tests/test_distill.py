@@ -1,4 +1,4 @@
-"""The distillation dataset: rows belong to their ids, interrupted runs continue, training sees the generated ids."""
+"""The distillation dataset: rows belong to their ids, interrupted runs continue, conversations go turn by turn."""
 
 import logging
 import os
@@ -8,59 +8,101 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
-from specdist.dataset.distill import build_dataset, dataset_fingerprint, read_rows, training_examples
-from specdist.dataset.prompts import prompt_id, prompts_sha256
-from specdist.errors import ArtifactError, ConfigError
-from specdist.schema import DatasetManifest, DistillRow, Prompt, SamplingSpec, TargetIdentity
+from specdist.dataset.distill import build_dataset
+from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows
+from specdist.dataset.plan import slots
+from specdist.dataset.prompts import prompt_id
+from specdist.dataset.render import Renderer, history
+from specdist.dataset.shards import Shard, shard_paths, write_shard
+from specdist.dataset.validate import validate_dataset
+from specdist.errors import ArtifactError
+from specdist.generation.engine import Answer, Engine, Request
+from specdist.generation.hf import TransformersEngine
+from specdist.schema import (
+    ChatFormat,
+    DatasetInputs,
+    DatasetManifest,
+    DistillRow,
+    Prompt,
+    SamplingSpec,
+    TargetIdentity,
+)
 
 TOKENIZER = make_tiny_tokenizer()
 EOS = [TOKENIZER.eos_token_id, *range(16)]  # many, so that rows end at different steps
 TARGET = TargetIdentity("tiny", "w" * 64, "t" * 64, "c" * 64, len(TOKENIZER), EOS)
-SAMPLINGS = [SamplingSpec(max_new_tokens=10), SamplingSpec(temperature=0.9, top_p=0.95, max_new_tokens=10)]
+SAMPLED = SamplingSpec(temperature=0.9, top_p=0.95, max_new_tokens=10)
+INPUTS = DatasetInputs(
+    target=TARGET,
+    prompts_sha256="p" * 64,
+    chat_format=ChatFormat(),
+    samplings=[SamplingSpec(max_new_tokens=10), SAMPLED, SAMPLED],
+    max_prompt_tokens=100,
+    context_length=512,
+    engine="transformers",
+    dtype="float32",
+    seed=0,
+    num_top_logprobs=0,
+)
 
 
-def prompt(content: str, domain: str = "general") -> Prompt:
-    messages = [{"role": "user", "content": content}]
+def prompt(*contents: str, domain: str = "general") -> Prompt:
+    messages = [{"role": "user", "content": content} for content in contents]
     return Prompt(prompt_id(messages), domain, "en", messages)
 
 
-PROMPTS = [prompt("tell me " + "the other one " * (i % 5) + str(i), "odd" if i % 2 else "even") for i in range(12)]
+PROMPTS = [prompt("tell me " + "the other one " * (i % 5) + str(i), domain=("even", "odd")[i % 2]) for i in range(10)]
+PROMPTS += [prompt(f"first {i}", f"then {i}", domain="chat") for i in range(2)]
+NUM_ROWS = 3 * (10 + 2 * 2)
 
 
-def build(directory: Path, prompts: list[Prompt] = PROMPTS, **changes: Any) -> DatasetManifest:
-    arguments: dict[str, Any] = {
-        "prompts_sha256": prompts_sha256(prompts),
-        "target_identity": TARGET,
-        "tokenizer": TOKENIZER,
-        "load_model": lambda: make_tiny_llama(len(TOKENIZER)),
-        "samplings": SAMPLINGS,
-        "max_prompt_tokens": 100,
-        "batch_size": 5,
-        "seed": 0,
-        "dtype": "float32",
-    }
-    return build_dataset(directory, prompts, **(arguments | changes))
+def engine(model: LlamaForCausalLM, *, batch_rows: int = 5, num_top_logprobs: int = 0) -> Engine:
+    return TransformersEngine(
+        model,
+        eos_token_ids=EOS,
+        pad_token_id=265,
+        max_batch_rows=batch_rows,
+        max_batch_tokens=100_000,
+        num_top_logprobs=num_top_logprobs,
+    )
 
 
-def slow_model() -> LlamaForCausalLM:
+def build(
+    directory: Path,
+    prompts: list[Prompt] = PROMPTS,
+    inputs: DatasetInputs = INPUTS,
+    make_engine: Callable[[], Engine] = lambda: engine(make_tiny_llama(len(TOKENIZER))),
+    **settings: Any,
+) -> DatasetManifest:
+    renderer = Renderer(TOKENIZER, inputs.chat_format)
+    return build_dataset(directory, inputs, prompts, renderer, make_engine, **({"shard_rows": 8} | settings))
+
+
+def slow_engine() -> Engine:
     """Slow enough to be killed between two shards. Run by the child processes below."""
     model = make_tiny_llama(len(TOKENIZER))
-    model.register_forward_hook(lambda *_: time.sleep(0.05))
-    return model
+    model.register_forward_hook(lambda *_: time.sleep(0.02))
+    return engine(model, batch_rows=3)
 
 
-def no_model() -> LlamaForCausalLM:
-    raise AssertionError("the model was loaded for a finished dataset")
+def no_engine() -> Engine:
+    raise AssertionError("the engine was made for a finished dataset")
+
+
+def content(manifest: DatasetManifest) -> DatasetManifest:
+    """A manifest without what depends on how the rows were written."""
+    return replace(manifest, shards={}, tokens_per_second=None)
 
 
 @pytest.fixture(scope="module")
@@ -71,91 +113,145 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DatasetMan
     return directory, *read_rows(directory)
 
 
-def row(prompt_ids: list[int], completion_ids: list[int], finish_reason: str = "length") -> DistillRow:
-    return DistillRow("r", "p", 0, "general", prompt_ids, completion_ids, finish_reason, SAMPLINGS[0], 1)
-
-
 def test_rows_and_manifest_say_what_was_made(finished: tuple[Path, DatasetManifest, list[DistillRow]]):
     directory, manifest, rows = finished
-    assert len(rows) == manifest.num_rows == 24
+    assert len(rows) == manifest.num_rows == manifest.num_asked == NUM_ROWS
     assert manifest.num_prompts == 12
-    assert manifest.domains == {"even": 12, "odd": 12}
-    assert manifest.num_completion_tokens == sum(len(r.completion_ids) for r in rows)
+    assert manifest.domains == {"even": 15, "odd": 15, "chat": 12}
+    assert manifest.num_completion_tokens == manifest.num_supervised_tokens == sum(len(r.completion_ids) for r in rows)
     assert manifest.num_prompt_tokens == sum(len(r.prompt_ids) for r in rows)
-    assert (manifest.target, manifest.samplings, manifest.rejected) == (TARGET, SAMPLINGS, {})
-    assert "batch_size 5, seed 0" in manifest.engine
-    assert {p.name for p in directory.iterdir()} == {*manifest.shards, "manifest.json"}
-    assert len({r.id for r in rows}) == len({r.seed for r in rows}) == 24
+    assert (manifest.inputs, manifest.rejected, manifest.actions) == (INPUTS, {}, {})
+    assert list(manifest.engines.values()) == [NUM_ROWS]
+    assert next(iter(manifest.engines)).startswith("transformers 5.")
+    assert manifest.num_truncated == manifest.finish_reasons["length"]
+    assert manifest.tokens_per_second > 0
+    assert {p.name for p in directory.iterdir()} == {*manifest.shards, "manifest.json", "plan.arrow"}
+    assert len({r.id for r in rows}) == len({r.seed for r in rows}) == NUM_ROWS
+    assert {(r.sampling, r.sample_index) for r in rows} == set(slots(INPUTS.samplings))
     assert {r.finish_reason for r in rows} == {"stop", "length"}
-    for r in rows:
-        assert r.sampling == SAMPLINGS[r.sample_index]
-        assert (r.completion_ids[-1] in EOS) == (r.finish_reason == "stop")
-        assert not set(EOS).intersection(r.completion_ids[:-1])
+    assert validate_dataset(directory)[1].lines() == []
 
 
-@pytest.mark.parametrize("batch_size", [1, 24])
-def test_rows_do_not_depend_on_batch_size_or_order(tmp_path: Path, finished: tuple, batch_size: int):
+def test_samples_of_one_sampling_differ(finished: tuple[Path, DatasetManifest, list[DistillRow]]):
+    answers = [
+        {r.prompt_id: r.completion_ids for r in finished[2] if r.sample_index == i and r.turn == 0} for i in (0, 1)
+    ]
+    sampled = [r for r in finished[2] if r.sampling == SAMPLED and r.turn == 0]
+    assert len(sampled) == 24
+    assert answers[0] != answers[1]
+
+
+def test_later_turns_are_written_on_the_targets_own_history(finished: tuple[Path, DatasetManifest, list[DistillRow]]):
+    renderer = Renderer(TOKENIZER, ChatFormat())
+    rows = {(r.prompt_id, r.sampling, r.sample_index, r.turn): r for r in finished[2]}
+    for conversation in PROMPTS[-2:]:
+        for sampling, index in slots(INPUTS.samplings):
+            first, second = (rows[conversation.id, sampling, index, turn] for turn in (0, 1))
+            answer = renderer.answer_text(first.completion_ids)
+            assert second.prompt_ids == renderer.encode(history(conversation.messages, [answer], 1))
+            assert len(second.prompt_ids) > len(first.prompt_ids)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 32])
+def test_rows_do_not_depend_on_batch_size_or_order(tmp_path: Path, finished: tuple, batch_rows: int):
     shuffled = random.Random(1).sample(PROMPTS, len(PROMPTS))
-    build(tmp_path / "data", shuffled, batch_size=batch_size)
-    assert read_rows(tmp_path / "data")[1] == finished[2]
+    manifest = build(
+        tmp_path, shuffled, make_engine=lambda: engine(make_tiny_llama(len(TOKENIZER)), batch_rows=batch_rows)
+    )
+    assert read_rows(tmp_path)[1] == finished[2]
+    assert manifest.rows_sha256 == finished[1].rows_sha256
 
 
 def test_rows_do_not_depend_on_the_number_of_processes(tmp_path: Path, finished: tuple):
     meeting = threading.Barrier(2, timeout=60)
     # made before the threads start: random weights come from torch's global generator, which threads share
-    models = [make_tiny_llama(len(TOKENIZER)) for _ in range(2)]
+    engines = [engine(make_tiny_llama(len(TOKENIZER))) for _ in range(2)]
 
     def work(rank: int) -> DatasetManifest:
-        return build(tmp_path, rank=rank, world_size=2, load_model=lambda: models[rank], barrier=lambda: meeting.wait())
+        with torch.inference_mode():  # which is set by thread
+            return build(
+                tmp_path, rank=rank, world_size=2, make_engine=lambda: engines[rank], barrier=lambda: meeting.wait()
+            )
 
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(work, rank) for rank in range(2)]
         manifests = [run.result() for run in runs]
-    assert manifests[0] == manifests[1] == finished[1]
+    assert manifests[0] == manifests[1]
+    assert content(manifests[0]) == content(finished[1])
     assert read_rows(tmp_path)[1] == finished[2]
 
 
 def test_one_process_finishes_what_a_rank_of_three_began(tmp_path: Path, finished: tuple):
-    with pytest.raises(ArtifactError, match="shards are not complete"):
+    with pytest.raises(ArtifactError, match="24 conversations have no rows"):
         build(tmp_path, rank=0, world_size=3)
-    assert len(list(tmp_path.glob("shard-*"))) == 2
     assert not (tmp_path / "manifest.json").exists()
-    assert build(tmp_path) == finished[1]
+    assert content(build(tmp_path)) == content(finished[1])
     assert read_rows(tmp_path)[1] == finished[2]
 
 
 def test_seed_changes_sampled_rows_and_not_greedy_ones(tmp_path: Path, finished: tuple):
-    build(tmp_path, seed=1)
+    build(tmp_path, inputs=replace(INPUTS, seed=1))
 
-    def answers(rows: list[DistillRow], index: int) -> dict[str, list[int]]:
-        return {r.prompt_id: r.completion_ids for r in rows if r.sample_index == index}
+    def answers(rows: list[DistillRow], greedy: bool) -> dict[tuple[str, int, int], list[int]]:
+        return {(r.prompt_id, r.turn, r.sample_index): r.completion_ids for r in rows if r.sampling.is_greedy == greedy}
 
     other = read_rows(tmp_path)[1]
-    assert answers(other, 0) == answers(finished[2], 0)
-    assert answers(other, 1) != answers(finished[2], 1)
+    assert answers(other, True) == answers(finished[2], True)
+    assert answers(other, False) != answers(finished[2], False)
+
+
+def start_and_kill(directory: Path, is_time: Callable[[], bool]) -> bool:
+    """Write the dataset in a process of its own and kill it when `is_time`; whether it was killed before its end."""
+    code = "import sys, test_distill as t; t.build(t.Path(sys.argv[1]), make_engine=t.slow_engine, shard_rows=2)"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stderr=subprocess.PIPE,
+    )
+    while child.poll() is None and not is_time():
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    _, error = child.communicate()
+    assert child.returncode in (0, -signal.SIGKILL), error.decode()
+    return child.returncode != 0
 
 
 def test_killed_twice_then_finished_equals_an_uninterrupted_run(tmp_path: Path, finished: tuple):
-    code = "import sys, test_distill as t; t.build(t.Path(sys.argv[1]), load_model=t.slow_model)"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     chance = random.Random()  # any moment must do
     for shards in (1, 3):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stderr=subprocess.PIPE,
-        )
-        while child.poll() is None and len(list(tmp_path.glob("shard-*"))) < shards:
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.2))
-        child.send_signal(signal.SIGKILL)
-        _, error = child.communicate()
-        assert child.returncode == -signal.SIGKILL, error.decode()
+        assert start_and_kill(tmp_path, lambda n=shards: len(shard_paths(tmp_path)) >= n and chance.random() < 0.05)
         assert not (tmp_path / "manifest.json").exists()
     (tmp_path / ".tmp-0a1b2c3d-shard-00004.parquet").write_bytes(b"PAR1")
-    assert build(tmp_path) == finished[1]
+    assert content(build(tmp_path)) == content(finished[1])
     assert read_rows(tmp_path)[1] == finished[2]
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_runs_killed_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, finished: tuple):
+    moments = []
+    for number in range(20):
+        directory = tmp_path / str(number)
+        delay = random.uniform(0.0, 2.5)
+        began: list[float] = []
+
+        def is_time(directory: Path = directory, delay: float = delay, began: list[float] = began) -> bool:
+            """So long after the directory appears: what precedes it only imports."""
+            if directory.exists() and not began:
+                began.append(time.monotonic())
+            return bool(began) and time.monotonic() - began[0] > delay
+
+        killed = start_and_kill(directory, is_time)
+        moments.append((killed, len(shard_paths(directory))))
+        if killed and (paths := shard_paths(directory)) and number % 3 == 0:
+            paths[-1].write_bytes(cut(paths[-1].read_bytes()))  # as if the disk had lost the shard's end
+        assert content(build(directory)) == content(finished[1])
+        assert read_rows(directory)[1] == finished[2]
+        assert validate_dataset(directory)[1].lines() == []
+    assert sum(killed for killed, _ in moments) >= 15
+    assert len({shards for _, shards in moments}) >= 5, moments
 
 
 def cut(data: bytes) -> bytes:
@@ -167,154 +263,177 @@ def flip(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
 
 
+def test_no_change_of_a_shard_goes_unseen(tmp_path: Path, finished: tuple):
+    original = shard_paths(finished[0])[0]
+    data, rows = original.read_bytes(), list(Shard(original).rows())
+    shard = tmp_path / original.name
+    for position in range(0, len(data), 97):
+        shard.write_bytes(data[:position] + bytes([data[position] ^ 255]) + data[position + 1 :])
+        with pytest.raises(ArtifactError, match="not a readable shard"):
+            Shard(shard).verify()
+    shard.write_bytes(data)
+    Shard(shard).verify()
+    assert list(Shard(shard).rows()) == rows
+
+
 @pytest.mark.parametrize("damage", [cut, flip, lambda data: b""], ids=["cut", "flip", "empty"])
 def test_a_damaged_shard_of_an_unfinished_dataset_is_written_again(
     tmp_path: Path, finished: tuple, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ):
     build(tmp_path)
     (tmp_path / "manifest.json").unlink()
-    shard = tmp_path / "shard-00001.parquet"
+    shard = shard_paths(tmp_path)[1]
     shard.write_bytes(damage(shard.read_bytes()))
-    assert build(tmp_path) == finished[1]
+    assert content(build(tmp_path)) == content(finished[1])
     assert read_rows(tmp_path)[1] == finished[2]
-    assert "writing a shard again" in caplog.text
+    assert "its rows are written again" in caplog.text
+
+
+def test_rows_that_two_shards_hold_are_kept_once(tmp_path: Path, finished: tuple, caplog: pytest.LogCaptureFixture):
+    build(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    shard = Shard(shard_paths(tmp_path)[0])
+    write_shard(tmp_path, list(shard.rows())[:1], fingerprint=shard.fingerprint, engine="other 1")
+    assert content(build(tmp_path)) == content(finished[1])
+    assert "another shard holds" in caplog.text
 
 
 def test_a_damaged_shard_of_a_finished_dataset_is_an_error(tmp_path: Path):
     build(tmp_path)
-    shard = tmp_path / "shard-00002.parquet"
+    shard = shard_paths(tmp_path)[2]
     shard.write_bytes(flip(shard.read_bytes()))
-    with pytest.raises(ArtifactError, match=r"shard-00002\.parquet: SHA-256"):
+    with pytest.raises(ArtifactError, match=rf"{shard.name}: SHA-256"):
         read_rows(tmp_path)
     shard.unlink()
-    with pytest.raises(ArtifactError, match=r"shard-00002\.parquet: no such file"):
+    with pytest.raises(ArtifactError, match=rf"{shard.name}: no such file"):
         read_rows(tmp_path)
 
 
-def test_a_finished_dataset_is_returned_without_the_model(finished: tuple):
-    assert build(finished[0], load_model=no_model) == finished[1]
+def test_a_finished_dataset_is_returned_without_the_engine(finished: tuple):
+    assert build(finished[0], make_engine=no_engine) == finished[1]
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"target_identity": replace(TARGET, weights_sha256="x" * 64)}, "weights_sha256"),
-        ({"target_identity": replace(TARGET, chat_template_sha256="x" * 64)}, "chat_template_sha256"),
+        ({"target": replace(TARGET, weights_sha256="x" * 64)}, "weights_sha256"),
+        ({"target": replace(TARGET, chat_template_sha256="x" * 64)}, "chat_template_sha256"),
         ({"prompts_sha256": "x"}, "prompts_sha256: .* there, x now"),
-        ({"samplings": SAMPLINGS[:1]}, "samplings"),
+        ({"samplings": INPUTS.samplings[:1]}, "samplings"),
         ({"max_prompt_tokens": 99}, "max_prompt_tokens: 100 there, 99 now"),
         ({"dtype": "bfloat16"}, "dtype: float32 there, bfloat16 now"),
-        ({"seed": 3}, "seed 0 there, batch_size 5, seed 3 now"),
+        ({"seed": 3}, "seed: 0 there, 3 now"),
+        ({"chat_format": ChatFormat("be brief")}, "chat_format: .*be brief"),
+        ({"engine": "vllm"}, "engine: transformers there, vllm now"),
+        ({"num_top_logprobs": 2}, "num_top_logprobs: 0 there, 2 now"),
     ],
 )
 def test_d8_a_dataset_made_from_other_inputs_is_refused(tmp_path: Path, finished: tuple, changes: dict, name: str):
+    inputs = replace(INPUTS, **changes)
+    assert dataset_fingerprint(inputs) != dataset_fingerprint(INPUTS)
     with pytest.raises(ArtifactError, match=name):
-        build(finished[0], load_model=no_model, **changes)
-    unfinished = tmp_path / "shard-00000.parquet"
+        build(finished[0], inputs=inputs, make_engine=no_engine)
+    unfinished = tmp_path / shard_paths(finished[0])[0].name
     unfinished.write_bytes((finished[0] / unfinished.name).read_bytes())
-    with pytest.raises(ArtifactError, match=r"shard-00000\.parquet: made from other inputs"):
-        build(tmp_path, load_model=no_model, **changes)
+    with pytest.raises(ArtifactError, match=rf"{unfinished.name}: made from other inputs"):
+        build(tmp_path, inputs=inputs, make_engine=no_engine)
 
 
-def test_fingerprint_changes_with_what_determines_the_content():
-    settings: dict[str, Any] = {"max_prompt_tokens": 9, "batch_size": 4, "seed": 0, "dtype": "bfloat16"}
-    own = dataset_fingerprint(TARGET, "p", SAMPLINGS, **settings)
-    others = [
-        dataset_fingerprint(replace(TARGET, tokenizer_sha256="x"), "p", SAMPLINGS, **settings),
-        dataset_fingerprint(replace(TARGET, eos_token_ids=[1]), "p", SAMPLINGS, **settings),
-        dataset_fingerprint(TARGET, "q", SAMPLINGS, **settings),
-        dataset_fingerprint(TARGET, "p", SAMPLINGS[::-1], **settings),
-        *(
-            dataset_fingerprint(TARGET, "p", SAMPLINGS, **(settings | {k: v}))
-            for k, v in {"max_prompt_tokens": 8, "batch_size": 8, "seed": 1, "dtype": "float32"}.items()
-        ),
-    ]
-    assert len({own, *others}) == 9
-    assert len(own) == 12
-    assert own == dataset_fingerprint(replace(TARGET, model_id="another name"), "p", SAMPLINGS, **settings)
+def test_d8_training_refuses_the_dataset_of_another_target_or_template(finished: tuple):
+    directory, manifest, _ = finished
+    check_target(directory, manifest, replace(TARGET, model_id="another name"), ChatFormat())
+    with pytest.raises(ArtifactError, match="weights_sha256"):
+        check_target(directory, manifest, replace(TARGET, weights_sha256="x" * 64), ChatFormat())
+    with pytest.raises(ArtifactError, match="chat_format"):
+        check_target(directory, manifest, TARGET, ChatFormat(system_prompt="x"))
+
+
+def test_the_fingerprint_does_not_depend_on_the_targets_name():
+    renamed = replace(INPUTS, target=replace(TARGET, model_id="another name"))
+    assert dataset_fingerprint(renamed) == dataset_fingerprint(INPUTS)
+    assert len(dataset_fingerprint(INPUTS)) == 12
 
 
 def test_d5_rejected_prompts_are_counted_by_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     bad = [prompt("say <|im_end|> twice"), prompt("long " * 50), prompt("<|im_start|>")]
     manifest = build(tmp_path, [*PROMPTS[:2], *bad])
     assert manifest.rejected == {"control_token": 2, "too_long": 1}
-    assert (manifest.num_prompts, manifest.num_rows) == (2, 4)
+    assert (manifest.num_prompts, manifest.num_rows, manifest.num_asked) == (2, 6, 15)
     assert "left out 3 of 5 prompts" in caplog.text
     with pytest.raises(ArtifactError, match=r"no prompt is left of 3.*too_long"):
         build(tmp_path / "none", bad)
 
 
+def test_prompts_that_leave_no_room_in_the_context_are_dropped_with_a_count(tmp_path: Path):
+    short = replace(INPUTS, context_length=50)
+    manifest = build(tmp_path, inputs=short)
+    assert manifest.rejected["context_length"] > 0
+    assert all(len(r.prompt_ids) + 10 <= 50 for r in read_rows(tmp_path)[1])
+
+
+def test_a_later_turn_that_is_too_long_ends_the_conversation_with_a_count(tmp_path: Path):
+    manifest = build(tmp_path, [prompt("a", "b" * 100, "c"), prompt("d", "e")])
+    assert manifest.rejected == {"later_turn": 6}
+    assert (manifest.num_rows, manifest.num_asked) == (9, 15)
+    assert validate_dataset(tmp_path)[1].lines() == []
+
+
 def test_answers_of_one_token_are_kept(tmp_path: Path):
-    build(tmp_path, target_identity=replace(TARGET, eos_token_ids=list(range(len(TOKENIZER)))))
-    rows = read_rows(tmp_path)[1]
-    assert {(len(r.completion_ids), r.finish_reason) for r in rows} == {(1, "stop")}
-    assert len(training_examples(rows, max_length=200)) == 24
+    everything = replace(INPUTS, target=replace(TARGET, eos_token_ids=list(range(len(TOKENIZER)))))
+
+    def one_token() -> Engine:
+        model = make_tiny_llama(len(TOKENIZER))
+        return TransformersEngine(
+            model,
+            eos_token_ids=everything.target.eos_token_ids,
+            pad_token_id=265,
+            max_batch_rows=4,
+            max_batch_tokens=9999,
+        )
+
+    build(tmp_path, inputs=everything, make_engine=one_token)
+    assert {(len(r.completion_ids), r.finish_reason) for r in read_rows(tmp_path)[1]} == {(1, "stop")}
 
 
-def test_text_longer_than_the_targets_positions_is_refused_before_any_is_written(tmp_path: Path):
-    sampling = SamplingSpec(max_new_tokens=500)
-    with pytest.raises(ConfigError, match="the target has 512 positions"):
-        build(tmp_path, samplings=[SAMPLINGS[0], sampling])
-    assert not list(tmp_path.glob("*"))
+def test_an_engine_with_a_smaller_context_is_refused_before_any_row(tmp_path: Path):
+    class Small:
+        name, context_length = "small 1", 100
+
+        def answers(self, next_request: Callable[[], Request | None]) -> Iterator[Answer]:
+            raise AssertionError("asked")
+
+        def close(self) -> None:
+            pass
+
+    with pytest.raises(ArtifactError, match="small 1: reads 100 tokens, the dataset's context_length is 512"):
+        build(tmp_path, make_engine=Small)
+    assert not shard_paths(tmp_path)
+
+
+def test_best_tokens_are_those_of_the_target_and_add_up_to_one(tmp_path: Path):
+    inputs = replace(INPUTS, num_top_logprobs=4)
+    model = make_tiny_llama(len(TOKENIZER))
+    build(tmp_path, inputs=inputs, make_engine=lambda: engine(model, num_top_logprobs=4))
+    _, rows = read_rows(tmp_path)
+    assert validate_dataset(tmp_path)[1].lines() == []
+    for row in rows[::7]:
+        n = len(row.completion_ids)
+        with torch.inference_mode():
+            logits = model(torch.tensor([row.prompt_ids + row.completion_ids[:-1]])).logits[0, -n:]
+        best = logits.float().log_softmax(-1).topk(4)
+        assert row.top_ids == best.indices.flatten().tolist()
+        torch.testing.assert_close(torch.tensor(row.top_logprobs), best.values.flatten(), atol=0.01, rtol=0.01)
+        total = torch.tensor(row.top_logprobs).exp().reshape(n, 4).sum(-1) + torch.tensor(row.tail_mass)
+        torch.testing.assert_close(total, torch.ones(n), atol=1e-3, rtol=0)
 
 
 def test_progress_shows_rate_and_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     build(tmp_path)
-    assert "24/24" in caplog.text
+    assert "36/36" in caplog.text
     assert "tokens/s, 0 s left" in caplog.text
 
 
 def test_unfinished_dataset_cannot_be_read(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"manifest\.json: no such file"):
         read_rows(tmp_path)
-
-
-def test_d6_training_sees_the_generated_ids_and_not_a_second_tokenisation(tiny_tokenizer: PreTrainedTokenizerFast):
-    letters = tiny_tokenizer.convert_tokens_to_ids(["t", "h"])
-    (merged,) = tiny_tokenizer("th")["input_ids"]
-    assert tiny_tokenizer.decode(letters) == tiny_tokenizer.decode([merged]) == "th"
-    examples = training_examples([row([7, 8], [*letters, EOS[0]], "stop")], max_length=16)
-    assert examples[0] == {
-        "input_ids": [7, 8, *letters, EOS[0]],
-        "labels": [-100, -100, *letters, EOS[0]],
-        "prompt_length": 2,
-    }
-
-
-def test_d6_ids_survive_the_files(tmp_path: Path, finished: tuple):
-    by_id = {r.id: r for r in finished[2]}
-    for example, r in zip(training_examples(finished[2], max_length=512), finished[2], strict=True):
-        assert example["input_ids"] == by_id[r.id].prompt_ids + by_id[r.id].completion_ids
-        assert len(example["labels"]) == len(example["input_ids"])
-
-
-def test_d9_eos_is_a_label_only_where_it_was_generated():
-    cut_off, stopped = training_examples([row([5], [6, 7]), row([5], [6, 267], "stop")], max_length=8)["labels"]
-    assert cut_off == [-100, 6, 7]
-    assert stopped == [-100, 6, 267]
-
-
-def test_m5_eos_is_supervised_when_it_is_the_padding_id_and_in_the_prompt():
-    (labels,) = training_examples([row([0, 4, 0], [5, 0], "stop")], max_length=8)["labels"]
-    assert labels == [-100, -100, -100, 5, 0]
-
-
-def test_m14_the_answers_first_token_is_supervised(tiny_tokenizer: PreTrainedTokenizerFast):
-    answer = tiny_tokenizer("there it is")["input_ids"]
-    (example,) = training_examples([row([1, 2, 3], [*answer, 267], "stop")], max_length=64)
-    supervised = [label for label in example["labels"] if label != -100]
-    assert tiny_tokenizer.decode(supervised) == "there it is<|im_end|>"
-    assert example["labels"][example["prompt_length"]] == answer[0]
-
-
-def test_m4_rows_without_a_supervised_token_are_dropped_and_none_left_is_an_error(caplog: pytest.LogCaptureFixture):
-    long = [row([9] * 200, [5, 6])] * 8
-    with pytest.raises(ArtifactError, match="0 supervised tokens: none of 8 rows"):
-        training_examples(long, max_length=64)
-    with pytest.raises(ArtifactError, match="0 supervised tokens"):
-        training_examples([row([9] * 64, [5, 6])], max_length=64)
-    examples = training_examples([*long, row([9] * 63, [5, 6]), row([9] * 10, [5] * 100)], max_length=64)
-    assert "dropped 8 of 10 rows" in caplog.text
-    assert [len(e["input_ids"]) for e in examples] == [64, 64]
-    assert [sum(label != -100 for label in e["labels"]) for e in examples] == [1, 54]

@@ -210,7 +210,11 @@ def replay_counts(
     ]
     table: dict[tuple[str, int], list[PromptCounts]] = {}
     for method, length, prompt in sorted(gather_object(counts), key=lambda item: item[2].prompt_id):
-        table.setdefault((method, length), []).append(prompt)
+        members = table.setdefault((method, length), [])
+        if members and members[-1].prompt_id == prompt.prompt_id:  # a later turn: the unit of statistics is the prompt
+            members[-1] = metrics.add_counts(members[-1], prompt)
+        else:
+            members.append(prompt)
     return table
 
 
