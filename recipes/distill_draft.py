@@ -59,8 +59,10 @@ def main() -> int:
         drafter=lambda path, target: DraftModelDrafter(load_draft_model(path, target.dtype, run.device), vocab_size),
     )
 
-    examples, rows = training_data(run, max_length=config.training.max_length)
+    examples, manifest = training_data(run, max_length=config.training.max_length)
     eval_sets = evaluation_data(run, need_states=False)
+    if config.release.only_data:
+        return 0
 
     init = initial_draft(run)
     primary_acceptance(run, lambda: loader.scorer(init), eval_sets, step=0)
@@ -87,7 +89,7 @@ def main() -> int:
             checkpoint_step=checkpoint_step(best),
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, rows))
+    return release(run, assess_export(run, loader, eval_sets, points, manifest))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def main() -> int:
     )
 
     max_length = config.data.max_prompt_tokens + config.data.train_max_new_tokens
-    examples, rows = training_data(run, max_length=max_length)
+    examples, manifest = training_data(run, max_length=max_length)
     eval_sets = evaluation_data(run, need_states=True)
+    if config.release.only_data:
+        return 0
 
     untrained = HeadsScorer(new_heads(run.target), projection(), run.device)
     primary_acceptance(run, lambda: untrained, eval_sets, step=0)
@@ -80,7 +82,7 @@ def main() -> int:
             checkpoint_step=checkpoint_step(best),
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, rows))
+    return release(run, assess_export(run, loader, eval_sets, points, manifest))
 
 
 if __name__ == "__main__":

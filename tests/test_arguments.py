@@ -29,7 +29,7 @@ def test_lists_and_nothing_come_from_both(tmp_path: Path) -> None:
     config = read(tmp_path, "draft_layers: [0, 5]\nmax_train_prompts: 3", "--train_temperatures", "0", "0.8")
     assert config.model.draft_layers == [0, 5]
     assert config.data.train_temperatures == [0.0, 0.8]
-    assert config.data.max_eval_prompts is None
+    assert config.prompts.max_eval_prompts is None
 
 
 @pytest.mark.parametrize(

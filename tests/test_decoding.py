@@ -43,7 +43,7 @@ def make_scorer(drafter, target):
 
 def eval_set(target, sampling: SamplingSpec, results: list[DecodeResult], texts: list[list[int]]) -> EvalSet:
     rows = [
-        DistillRow(f"r{i:03d}", f"p{i:03d}", 0, "chat", prompt, r.completion_ids, r.finish_reason, sampling, i)
+        DistillRow(f"r{i:03d}", f"p{i:03d}", 0, 0, "chat", prompt, r.completion_ids, r.finish_reason, sampling, i)
         for i, (prompt, r) in enumerate(zip(texts, results, strict=True))
     ]
     with torch.inference_mode():

@@ -8,6 +8,7 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from specdist.errors import ConfigError
 from specdist.losses import linear_cross_entropy
 from specdist.training.draft import draft_trainer
 
@@ -76,6 +77,25 @@ def test_t9_accumulation_gives_the_step_of_one_batch(tmp_path: Path) -> None:
     parts = step(make_trainer(tmp_path / "parts", examples(ROWS), batch=1, accumulation=4))
     assert parts[0] == pytest.approx(whole[0], rel=1e-4)
     torch.testing.assert_close(parts[1], whole[1], atol=1e-5, rtol=1e-4)
+
+
+def test_m13_a_batch_has_the_losses_of_its_rows_apart(tmp_path: Path) -> None:
+    rows = [(1, 2), (1, 4)]
+    together = step(make_trainer(tmp_path / "together", examples(rows), batch=2))[0]
+    trainer = make_trainer(tmp_path / "apart", examples(rows), batch=1)
+    losses = []
+    for row in trainer.train_dataset:
+        ids, prompt = torch.tensor([row["input_ids"]]), row["prompt_length"]
+        with torch.inference_mode():
+            logits = trainer.model(ids).logits[0, prompt - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, prompt:], reduction="sum"))
+    assert together == pytest.approx(float(sum(losses)) / 6, rel=1e-4)
+
+
+@pytest.mark.parametrize("key", ["packing", "padding_free"])
+def test_m13_rows_that_would_attend_to_each_other_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="attend to each other"):
+        make_trainer(tmp_path, examples(ROWS), batch=2, **{key: True})
 
 
 @pytest.mark.parametrize("prompt", [4, 60])

@@ -146,6 +146,16 @@ def test_t4_a_batch_without_any_label_is_no_nan(tmp_path: Path) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in heads.parameters())
 
 
+def test_m13_no_label_of_any_head_crosses_into_another_row() -> None:
+    rows = [row(1, 3, 0), row(1, 5, 1)]
+    together = HeadsCollator(3, pad_token_id=0)(rows)["labels"]
+    for b, single in enumerate(rows):
+        alone = HeadsCollator(3, pad_token_id=0)([single])["labels"][0]
+        size = alone.shape[1]
+        assert torch.equal(together[b, :, :size], alone)
+        assert (together[b, :, size:] == IGNORED).all()
+
+
 @pytest.mark.parametrize("damage", ["missing", "renamed", "shape"])
 def test_x1_incomplete_heads_are_refused_by_name(tmp_path: Path, damage: str) -> None:
     tensors = dict(MedusaHeads(2, 1, 8).state_dict())

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from specdist.provenance import sha256_file
 from specdist.registry.store import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
 # What appears in a run's directory as its stages go by; a run is killed as soon as one of them is there.
 MILESTONES = (
-    "data/*/shard-00002.parquet",
+    "data/prompts/*/.tmp-*",
+    "data/*/plan.arrow",
+    "data/*/shard-*.parquet",
     "data/*/manifest.json",
     "data/*/target-states.safetensors",
     "run/evaluations/checkpoint-0.json",
@@ -61,13 +62,15 @@ def state_of(directory: Path, name: str) -> dict:
     """What has to be the same after a run that was killed and one that was not."""
     registry = Registry(directory / "registry", name)
     champion = registry.champion()
-    shards = {p.name: sha256_file(p) for p in sorted((directory / "data").rglob("*.parquet"))}
+    rows = {
+        p.parent.name: json.loads(p.read_text())["rows_sha256"] for p in (directory / "data").glob("*/manifest.json")
+    }
     verdict = json.loads((directory / "run" / "gate.json").read_text())["verdict"]
     report = json.loads((directory / "run" / "report.json").read_text())
     return {
         "versions": [v.number for v in registry.versions()],
         "champion": champion and (champion.number, champion.tags["drafter_sha256"]),
-        "shards": shards,
+        "rows": rows,
         "verdict": verdict,
         "acceptance": report["acceptance"],
         "checkpoints": report["checkpoints"],
@@ -83,7 +86,7 @@ def test_killed_in_each_stage_a_run_ends_as_an_uninterrupted_one(kind: str, targ
     killed = []
     for milestone in MILESTONES:
         process = subprocess.Popen(
-            command(kind, target, cut),
+            command(kind, target, cut, "--shard_rows", "32"),
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.DEVNULL,
@@ -135,13 +138,36 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert verdict["reason"]
 
 
+def test_two_processes_and_another_batch_size_write_the_same_rows(target: Path, tmp_path: Path) -> None:
+    """The embedded engine in float32, greedy and sampled; `--only_data` stops before training."""
+    digests = []
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
+    for name, launcher, rows in (("one", [], "32"), ("two", launch, "32"), ("single", [], "1")):
+        settings = [
+            *("--target_dtype", "float32", "--train_temperatures", "0", "0.8", "--max_train_prompts", "40"),
+            *("--max_eval_prompts", "8", "--only_data", "true", "--generation_batch_rows", rows),
+        ]
+        python, *rest = command("draft", target, tmp_path / name, *settings)
+        result = run([python, *launcher, *rest])
+        assert result.returncode == 0, result.stderr
+        assert not (tmp_path / name / "run" / "checkpoints").exists()
+        manifests = sorted((tmp_path / name / "data").glob("*/manifest.json"))
+        digests.append({m.parent.name: json.loads(m.read_text())["rows_sha256"] for m in manifests})
+        shards = {len(json.loads(m.read_text())["shards"]) for m in manifests}
+        assert shards == ({2} if launcher else {1})
+    assert len(digests[0]) == 3
+    assert digests[0] == digests[1] == digests[2]
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--target_model", "no/such-target"], "no such directory"),
         (["--lerning_rate", "1"], "did you mean learning_rate"),
         (["--top_p", "7"], "top_p 7.0: expected"),
-        (["--max_prompt_tokens", "100000"], "lower max_prompt_tokens"),
+        (["--context_length", "100000"], "reads 2048 tokens; lower it"),
+        (["--engine", "server"], "server needs them"),
+        (["--engine", "server", "--server_urls", "http://127.0.0.1:9"], "no server answers"),
         (["--eval_prompts", "data/prompts/train"], "prompts are in both"),
         (["--registry", "/dev/null/registry"], "/dev/null"),
         (["--draft_layers", "9"], "draft_layers"),
@@ -154,8 +180,8 @@ def test_bad_input_is_one_clear_line_and_makes_nothing(
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not list((tmp_path / "data").rglob("*.parquet"))
 
 
 def test_a_malformed_prompt_file_is_refused_by_line_and_reason(target: Path, tmp_path: Path) -> None:

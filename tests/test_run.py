@@ -1,5 +1,6 @@
 """The start of a run: what is found before work begins, and who may write where."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -54,9 +55,31 @@ def test_too_little_memory_is_found_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_prompts_and_answers_must_fit_the_context(tiny_target_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"600 \+ longest answer 32 = 632 tokens, but tiny-target reads 512"):
-        begin(tmp_path, tiny_target_dir, "--max_prompt_tokens", "600")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context_length", "600"), "context_length 600: tiny-target reads 512 tokens"),
+        (("--train_max_new_tokens", "512"), "an answer of 512 tokens leaves no room for a prompt"),
+    ],
+)
+def test_prompts_and_answers_must_fit_the_context(
+    tiny_target_dir: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        begin(tmp_path, tiny_target_dir, *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_size_of_the_best_tokens_is_printed_and_refused_where_the_disk_lacks_it(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    begin(tmp_path, tiny_target_dir, "--top_logprobs", "20").lock.release()
+    assert "with the 20 best tokens at each, up to" in caplog.text
+    monkeypatch.setattr(run_stage, "check_writable", lambda root: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 10**8, 10**8))
+    with pytest.raises(ArtifactError, match=r"needs about .* GB of disk and 0\.1 GB are free"):
+        begin(tmp_path / "other", tiny_target_dir, "--top_logprobs", "1000", "--train_max_new_tokens", "400")
 
 
 def test_a_run_is_recorded_continued_and_refused_to_others(tiny_target_dir: Path, tmp_path: Path) -> None:

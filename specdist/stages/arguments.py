@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -18,6 +18,7 @@ from trl import TrlParser
 from specdist.config import (
     DataArguments,
     EvaluationArguments,
+    PromptArguments,
     RecipeConfig,
     ReleaseArguments,
     TargetArguments,
@@ -71,6 +72,10 @@ def _numbers_from_text(values: dict[str, Any], types: Sequence[type]) -> dict[st
     return fixed
 
 
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"command line: {message}")
+
+
 def parse(
     model_arguments: type, training_arguments: type, *, default_config: str, arguments: Sequence[str] | None = None
 ) -> RecipeConfig:
@@ -81,6 +86,7 @@ def parse(
     path, rest = _split_config(list(sys.argv[1:] if arguments is None else arguments), default_config)
     types: list[Any] = [
         TargetArguments,
+        PromptArguments,
         DataArguments,
         model_arguments,
         EvaluationArguments,
@@ -100,13 +106,10 @@ def parse(
         "activation_checkpointing": bool(getattr(training_arguments, "gradient_checkpointing", False)),
     }
     parser.set_defaults_with_config(**defaults | from_file)
+    parser.error = _refuse  # type: ignore[method-assign] # in place of argparse's own, which buries the reason under the usage of 300 keys
     try:
         *ours, training = parser.parse_args_into_dataclasses(args=rest)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    except SystemExit as stop:
-        if not stop.code:
-            raise  # --help
-        raise ConfigError("the command line cannot be read; argparse says why above") from None
     given = {key: None for key in [*from_file, *on_command_line]}
-    return RecipeConfig(ours[0], ours[1], ours[2], ours[3], ours[4], training, given)
+    return RecipeConfig(ours[0], ours[1], ours[2], ours[3], ours[4], ours[5], training, given)

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from specdist import provenance, tracking
-from specdist.dataset.prompts import prompts_sha256
 from specdist.drafters.base import Drafter
 from specdist.errors import ArtifactError
 from specdist.evaluation.acceptance import MAX_SPECULATIVE_TOKENS, EvalSet, Scorer, evaluate
@@ -16,7 +15,7 @@ from specdist.evaluation.certify import certify_greedy, certify_sampled
 from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed
 from specdist.export.record import read_record
-from specdist.schema import AcceptanceResult, CheckpointPoint, DistillRow, EvalReport
+from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.stages.run import Run
 from specdist.training.callbacks import checkpoint_step, complete_checkpoints
 
@@ -142,7 +141,7 @@ def assess_export(
     loader: Loader,
     eval_sets: list[EvalSet],
     points: list[CheckpointPoint],
-    train_rows: list[DistillRow],
+    training_data: DatasetManifest,
 ) -> EvalReport:
     """Measure the export as it lies on disk, and write `report.json` and `report.html`; measured once, then read."""
     record = read_record(run.export)
@@ -161,9 +160,9 @@ def assess_export(
             checkpoint_step=record.checkpoint_step,
             lossless=record.lossless,
             target=run.target.identity,
-            eval_prompts_sha256=prompts_sha256(run.eval_prompts),
-            num_training_rows=len(train_rows),
-            num_training_tokens=sum(len(row.completion_ids) for row in train_rows),
+            eval_prompts_sha256=run.eval_prompts.sha256,
+            num_training_rows=training_data.num_rows,
+            num_training_tokens=training_data.num_supervised_tokens,
             primary_setting=PRIMARY_SETTING,
             num_speculative_tokens=run.config.evaluation.num_speculative_tokens,
             acceptance=acceptance,

@@ -1,22 +1,28 @@
 """Owns the data stage: the target's answers to train on, and its answers to evaluate on with its own states."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from datasets import Dataset
 from filelock import FileLock
-from transformers import PreTrainedModel
 
-from specdist.dataset.distill import build_dataset, dataset_fingerprint, read_rows, training_examples
-from specdist.dataset.prompts import prompts_sha256
+from specdist.dataset.distill import build_dataset
+from specdist.dataset.examples import training_examples
+from specdist.dataset.manifest import check_target, dataset_fingerprint, read_manifest, read_rows
+from specdist.dataset.prompts import PromptSet
+from specdist.dataset.render import Renderer
 from specdist.evaluation.acceptance import EvalSet, EvalText, add_target_features
-from specdist.schema import DistillRow, Prompt, SamplingSpec
+from specdist.generation.engine import Engine
+from specdist.schema import DatasetInputs, DatasetManifest, SamplingSpec
+from specdist.stages.engines import embedded_engine, training_engine
 from specdist.stages.run import Run
 
 logger = logging.getLogger(__name__)
+
+_EMBEDDED = "transformers"
 
 
 @contextmanager
@@ -33,72 +39,110 @@ def _sole_writer(run: Run, directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _dataset(
+def _build(
     run: Run,
-    prompts: list[Prompt],
-    samplings: Sequence[SamplingSpec],
+    prompts: PromptSet,
+    samplings: list[SamplingSpec],
+    make_engine: Callable[[], Engine],
+    *,
+    engine: str,
     dtype: str,
-    load_model: Callable[[], PreTrainedModel],
-) -> tuple[Path, list[DistillRow]]:
-    data, target = run.config.data, run.target
-    digest = prompts_sha256(prompts)
-    fingerprint = dataset_fingerprint(
-        target.identity,
-        digest,
-        samplings,
+    num_top_logprobs: int = 0,
+) -> Path:
+    data = run.config.data
+    inputs = DatasetInputs(
+        target=run.target.identity,
+        prompts_sha256=prompts.sha256,
+        chat_format=data.chat_format(),
+        samplings=samplings,
         max_prompt_tokens=data.max_prompt_tokens,
-        batch_size=data.generation_batch_size,
-        seed=data.generation_seed,
+        context_length=run.context_length,
+        engine=engine,
         dtype=dtype,
+        seed=data.generation_seed,
+        num_top_logprobs=num_top_logprobs,
     )
-    directory = Path(data.data_dir) / fingerprint
+    directory = Path(data.data_dir) / dataset_fingerprint(inputs)
     with _sole_writer(run, directory):
-        build_dataset(
+        manifest = build_dataset(
             directory,
+            inputs,
             prompts,
-            digest,
-            target.identity,
-            target.tokenizer,
-            load_model,
-            list(samplings),
-            max_prompt_tokens=data.max_prompt_tokens,
-            batch_size=data.generation_batch_size,
-            seed=data.generation_seed,
-            dtype=dtype,
+            Renderer(run.target.tokenizer, inputs.chat_format),
+            make_engine,
+            shard_rows=data.shard_rows,
             rank=run.state.process_index,
             world_size=run.state.num_processes,
             barrier=run.state.wait_for_everyone,
         )
-    manifest, rows = read_rows(directory)
+    _report(directory, manifest)
+    return directory
+
+
+def _report(directory: Path, manifest: DatasetManifest) -> None:
     logger.info(
-        "data  %s: %d answers, %d tokens, finished by %s, rejected %s",
+        "data  %s: %d answers, %d tokens, finished by %s, left out %s",
         directory,
         manifest.num_rows,
         manifest.num_completion_tokens,
         manifest.finish_reasons,
         manifest.rejected or "none",
     )
-    return directory, rows
 
 
-def training_data(run: Run, *, max_length: int) -> tuple[Dataset, list[DistillRow]]:
-    """The target's answers to the training prompts, as examples of token ids, and as rows."""
-    dtype = run.config.target.target_dtype
-    samplings = run.config.data.train_samplings()
-    _, rows = _dataset(run, run.train_prompts, samplings, dtype, cache(lambda: run.target_model(dtype)))
-    return training_examples(rows, max_length=max_length), rows
+def training_data(run: Run, *, max_length: int) -> tuple[Dataset, DatasetManifest]:
+    """The target's answers to the training prompts as examples of token ids, and the dataset's manifest.
+
+    Raises ArtifactError where `train_dataset` names a dataset that another target or chat format made.
+    """
+    data = run.config.data
+    if data.train_dataset:
+        directory = Path(data.train_dataset)
+        manifest = read_manifest(directory)
+        check_target(directory, manifest, run.target.identity, data.chat_format())
+        _report(directory, manifest)
+    else:
+        dtype = run.config.target.target_dtype
+        directory = _build(
+            run,
+            run.train_prompts,
+            data.train_samplings(),
+            lambda: training_engine(run.config, run.target, run.context_length, lambda: run.target_model(dtype)),
+            engine=data.engine,
+            dtype=dtype,
+            num_top_logprobs=data.top_logprobs,
+        )
+        manifest = read_manifest(directory)
+    if (share := manifest.num_truncated / manifest.num_rows) > data.max_truncated_share:
+        logger.warning(
+            "%.0f %% of the answers are cut off by train_max_new_tokens, more than max_truncated_share %.0f %%: the "
+            "drafter sees few endings; raise train_max_new_tokens for a serving drafter",
+            100 * share,
+            100 * data.max_truncated_share,
+        )
+    with run.state.main_process_first():
+        return training_examples(directory, max_length=max_length), manifest
 
 
 def evaluation_data(run: Run, *, need_states: bool) -> list[EvalSet]:
     """The target's answers to the evaluation prompts: greedy, and sampled as served.
 
-    The target's log-probabilities go with sampled answers, its hidden states with all if `need_states`.
+    The target's log-probabilities go with sampled answers, its hidden states with all if `need_states`. The embedded
+    engine writes them, since replay is certified by the same model in the same dtype.
     """
     dtype = run.config.target.eval_dtype
     load_model = cache(lambda: run.target_model(dtype))  # loaded once, and only if something is missing
     sets = []
     for sampling in run.config.data.eval_samplings():
-        directory, rows = _dataset(run, run.eval_prompts, [sampling], dtype, load_model)
+        directory = _build(
+            run,
+            run.eval_prompts,
+            [sampling],
+            lambda: embedded_engine(run.config, run.target, load_model),
+            engine=_EMBEDDED,
+            dtype=dtype,
+        )
+        _, rows = read_rows(directory)
         if not need_states and sampling.is_greedy:
             sets.append(EvalSet(sampling, [EvalText(row) for row in rows]))
             continue

@@ -3,7 +3,6 @@
 Everything that can be known before work begins is checked here, so that nothing is lost to it later.
 """
 
-import ctypes
 import logging
 import os
 import shutil
@@ -22,11 +21,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from specdist import provenance, tracking
 from specdist.config import VOLATILE_KEYS, RecipeConfig
-from specdist.dataset.prompts import load_prompts
+from specdist.dataset.conversation import PromptPolicy
+from specdist.dataset.prepare import PromptMix, prepare_prompts
+from specdist.dataset.prompts import PromptSet
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.gate_policy import GatePolicy, load_policy
 from specdist.registry.store import Registry, check_writable
-from specdist.schema import Prompt
+from specdist.stages.engines import server_engine
+from specdist.stages.process import keep_freed_memory, use_all_cores
 from specdist.target import Target, open_target
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,8 @@ class Run:
     config: RecipeConfig
     kind: str
     target: Target
-    train_prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    train_prompts: PromptSet
+    eval_prompts: PromptSet
     policy: GatePolicy
     registry: Registry
     state: PartialState
@@ -59,6 +61,13 @@ class Run:
     @property
     def export(self) -> Path:
         return self.directory / "export"
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt with answer, in tokens."""
+        data = self.config.data
+        longest = data.max_prompt_tokens + max(data.train_max_new_tokens, data.eval_max_new_tokens)
+        return data.context_length or self.target.context_length or longest
 
     @property
     def is_main(self) -> bool:
@@ -144,17 +153,21 @@ def weights_bytes(target: Target) -> int:
 
 
 def _check_lengths(config: RecipeConfig, target: Target) -> None:
-    data = config.data
-    longest = data.max_prompt_tokens + max(data.train_max_new_tokens, data.eval_max_new_tokens)
-    if target.context_length is not None and longest > target.context_length:
+    data, context = config.data, config.data.context_length or target.context_length
+    answer = max(data.train_max_new_tokens, data.eval_max_new_tokens)
+    if context is None:
+        return
+    if target.context_length is not None and context > target.context_length:
         raise ConfigError(
-            f"max_prompt_tokens {data.max_prompt_tokens} + longest answer "
-            f"{longest - data.max_prompt_tokens} = {longest} tokens, but {target.identity.model_id} reads "
-            f"{target.context_length}; lower max_prompt_tokens or the max_new_tokens"
+            f"context_length {context}: {target.identity.model_id} reads {target.context_length} tokens; lower it"
         )
-    longest_row = getattr(config.training, "max_length", None)
-    if longest_row is not None and longest_row < data.max_prompt_tokens + data.train_max_new_tokens:
-        logger.info("max_length %d cuts rows longer than it; what is cut is counted", longest_row)
+    if answer >= context:
+        raise ConfigError(
+            f"an answer of {answer} tokens leaves no room for a prompt in a context of {context}; "
+            "lower train_max_new_tokens and eval_max_new_tokens"
+        )
+    if data.max_prompt_tokens + answer > context:
+        logger.info("prompts longer than %d tokens leave no room for an answer; they are counted", context - answer)
 
 
 def _check_disk(directory: Path, needed: int) -> int:
@@ -180,12 +193,14 @@ def _plan(run: Run, trained_bytes: int) -> None:
     `trained_bytes`: size of what is trained, in fp32.
     """
     data, steps = run.config.data, run.config.training
-    rows = len(run.train_prompts) * len(data.train_temperatures)
+    rows = 0 if data.train_dataset else len(run.train_prompts) * len(data.train_temperatures)
+    # an id of 4 bytes and a log-probability of 2 for each of the best tokens, the tail's mass of 4
+    best = rows * data.train_max_new_tokens * (6 * data.top_logprobs + 4) if data.top_logprobs else 0
     eval_rows = 2 * len(run.eval_prompts)
     hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
     states = 4 * hidden * eval_rows * data.eval_max_new_tokens
     checkpoints = 4 if steps.save_strategy != "no" else 1
-    disk = states + trained_bytes * (checkpoints + 2 + 2)
+    disk = states + best + trained_bytes * (checkpoints + 2 + 2)
     free = _check_disk(run.directory, disk)
     parameters = weights_bytes(run.target) / 2
     element = dtype_of(run.config.target.eval_dtype).itemsize
@@ -200,6 +215,8 @@ def _plan(run: Run, trained_bytes: int) -> None:
         "plan  target    %s, %.0f M parameters, on %s", run.target.identity.model_id, parameters / 1e6, run.device
     )
     logger.info("plan  data      %d answers of up to %d tokens to train on", rows, data.train_max_new_tokens)
+    if best:
+        logger.info("plan            with the %d best tokens at each, up to %.1f GB", data.top_logprobs, best / 1e9)
     logger.info("plan            %d answers of up to %d tokens to evaluate on", eval_rows, data.eval_max_new_tokens)
     logger.info(
         "plan  training  %g epochs, %d processes of %d threads",
@@ -213,22 +230,25 @@ def _plan(run: Run, trained_bytes: int) -> None:
     logger.info("plan  champion  %s", f"version {champion.number}" if champion else "none yet")
 
 
-def _use_all_cores() -> None:
-    """Share the cores that this process may use among the processes here; accelerate launch would leave one thread.
-
-    SPECDIST_NUM_THREADS says otherwise.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(int(os.environ.get("SPECDIST_NUM_THREADS", share)))
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse freed memory; handing large tensors back at once costs a quarter of a step in page faults."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: tensors below 1 GiB come from the heap,
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: which is not returned to the system after each
+def _prompts(config: RecipeConfig, state: PartialState) -> tuple[PromptSet, PromptSet]:
+    """The prompts of both sides, made by the main process where they are not there yet."""
+    asked = config.prompts
+    policy = PromptPolicy(
+        role_order=asked.role_order,
+        given_answers=asked.given_answers,
+        lone_surrogates=asked.lone_surrogates,
+        shared_prompts=asked.shared_prompts,
+        max_bad_share=asked.max_bad_share,
+    )
+    with state.main_process_first():
+        return prepare_prompts(
+            PromptMix(asked.train_prompts, asked.train_prompt_weights, asked.max_train_prompts),
+            PromptMix(asked.eval_prompts, limit=asked.max_eval_prompts),
+            directory=Path(config.data.data_dir) / "prompts",
+            policy=policy,
+            near_duplicate_threshold=asked.near_duplicate_threshold,
+            eval_fraction=asked.eval_fraction,
+        )
 
 
 def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:
@@ -237,18 +257,16 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained.
     """
     state = PartialState()
-    _use_all_cores()
-    _keep_freed_memory()
+    use_all_cores()
+    keep_freed_memory()
     if not state.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
-    policy = load_policy(Path(config.release.gate_policy))
-    train_prompts = load_prompts(Path(config.data.train_prompts), limit=config.data.max_train_prompts)
-    eval_prompts = load_prompts(Path(config.data.eval_prompts), limit=config.data.max_eval_prompts)
-    if shared := {p.id for p in train_prompts} & {p.id for p in eval_prompts}:
-        raise ArtifactError(
-            f"{len(shared)} prompts are in both {config.data.train_prompts} and {config.data.eval_prompts}, "
-            f"for example {min(shared)}; evaluation needs prompts that were not trained on"
+    if config.data.engine == "vllm" and state.num_processes > 1:
+        raise ConfigError(
+            f"engine vllm in {state.num_processes} processes: each would open its own on the same GPU; launch one "
+            "process and set tensor_parallel_size, or serve the target and use the engine server"
         )
+    policy = load_policy(Path(config.release.gate_policy))
     with state.main_process_first():
         target = open_target(config.target.target_model)
     _check_lengths(config, target)
@@ -257,9 +275,12 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     check_writable(Path(config.release.registry))
     registry = Registry(Path(config.release.registry), config.release.model_name)
     lock = FileLock(directory / LOCK_FILE)
+    train_prompts, eval_prompts = _prompts(config, state)
     run = Run(config, kind, target, train_prompts, eval_prompts, policy, registry, state, lock)
     if config.release.dry_run:
         _plan(run, trained_bytes)
+        if config.data.engine == "server":
+            server_engine(config, target)
         logger.info("dry run: everything that can be checked now is in order; nothing was made")
         return None
     if state.is_main_process:

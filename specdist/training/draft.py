@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from specdist.errors import ConfigError
 from specdist.losses import linear_cross_entropy
 
 IGNORED = -100
@@ -68,8 +69,14 @@ def draft_trainer(
 ) -> DraftTrainer:
     """A trainer over `examples` (input_ids, and labels that are −100 on the prompt).
 
-    `freeze_embeddings` keeps the token embeddings and the output projection as they are.
+    `freeze_embeddings` keeps the token embeddings and the output projection as they are. Raises ConfigError on
+    packing, with which rows would attend to each other here.
     """
+    if arguments.packing or arguments.padding_free:
+        raise ConfigError(
+            "packing and padding_free: examples would attend to each other; leave both out and set "
+            "train_sampling_strategy: group_by_length, which keeps padding small"
+        )
     if freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
         model.get_output_embeddings().requires_grad_(False)
