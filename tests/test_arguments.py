@@ -8,7 +8,7 @@ from trl import SFTConfig
 
 from specdist.config import DraftArguments, EvaluationArguments, HeadsArguments, RecipeConfig, check_heads
 from specdist.errors import ConfigError
-from specdist.stages.arguments import parse
+from specdist.stages.arguments import _with_old_names, parse
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> RecipeConfig:
@@ -71,3 +71,10 @@ def test_the_resolved_configuration_loads_again_as_itself(tmp_path: Path) -> Non
 def test_heads_cannot_be_judged_beyond_their_number() -> None:
     with pytest.raises(ConfigError, match="2 heads draft at most 2"):
         check_heads(HeadsArguments(medusa_num_heads=2), EvaluationArguments(num_speculative_tokens=3))
+
+
+def test_a_key_goes_by_its_old_name_where_the_installed_transformers_knows_no_other() -> None:
+    values = {"activation_checkpointing": False, "learning_rate": 1.0}
+    assert _with_old_names(values, {"activation_checkpointing", "gradient_checkpointing", "learning_rate"}) == values
+    older = {"gradient_checkpointing": False, "learning_rate": 1.0}
+    assert _with_old_names(values, {"gradient_checkpointing", "learning_rate"}) == older

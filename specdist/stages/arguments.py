@@ -25,6 +25,8 @@ from specdist.config import (
 )
 from specdist.errors import ConfigError
 
+_OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # before transformers 5.20, which vLLM 0.32 pins
+
 
 def _split_config(arguments: Sequence[str], default: str) -> tuple[Path, list[str]]:
     """Take `--config PATH` (or `--config=PATH`) out of the arguments."""
@@ -72,6 +74,11 @@ def _numbers_from_text(values: dict[str, Any], types: Sequence[type]) -> dict[st
     return fixed
 
 
+def _with_old_names(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """Keys that the installed transformers does not know yet, under the name that it knows them by."""
+    return {key if key in known else _OLD_NAMES.get(key, key): value for key, value in values.items()}
+
+
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"command line: {message}")
 
@@ -95,7 +102,7 @@ def parse(
     ]
     known = {f.name for t in types for f in dataclasses.fields(t) if f.init}
     on_command_line = [item[2:].split("=")[0].replace("-", "_") for item in rest if item.startswith("--")]
-    from_file = _numbers_from_text(_read_yaml(path), types)
+    from_file = _with_old_names(_numbers_from_text(_read_yaml(path), types), known)
     _check_keys(list(from_file), known, str(path))
     _check_keys(on_command_line, known, "command line")
     parser = TrlParser(types, allow_abbrev=False)
@@ -105,7 +112,7 @@ def parse(
         # TRL's own default still goes by the old name of this key, which warns
         "activation_checkpointing": bool(getattr(training_arguments, "gradient_checkpointing", False)),
     }
-    parser.set_defaults_with_config(**defaults | from_file)
+    parser.set_defaults_with_config(**_with_old_names(defaults, known) | from_file)
     parser.error = _refuse  # type: ignore[method-assign] # in place of argparse's own, which buries the reason under the usage of 300 keys
     try:
         *ours, training = parser.parse_args_into_dataclasses(args=rest)
