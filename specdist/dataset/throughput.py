@@ -15,7 +15,7 @@ class Throughput:
 
     def __init__(self, directory: Path, rank: int, world_size: int, num_units: int) -> None:
         """`num_units`: conversations that all processes have to finish."""
-        self.rank, self.num_units = rank, num_units
+        self.rank, self.num_units, self._directory = rank, num_units, directory
         self._files = [directory / f"progress-{k}.json" for k in range(world_size)]
         self._tokens = self._units = 0
         self._began = self._shared = time.monotonic()
@@ -59,6 +59,6 @@ class Throughput:
         return round(tokens / seconds, 1) if tokens else None
 
     def remove_files(self) -> None:
-        """Remove what the processes shared."""
-        for file in self._files:
+        """Remove what the processes shared, and what a killed run of more processes left."""
+        for file in self._directory.glob("progress-*"):
             file.unlink(missing_ok=True)

@@ -281,7 +281,11 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
         _plan(run, trained_bytes)
         if config.data.engine == "server":
             server_engine(config, target)
-        logger.info("dry run: everything that can be checked now is in order; nothing was made")
+        logger.info(
+            "dry run: everything that can be checked now is in order; of the run nothing was made, "
+            "its prompts are ready in %s",
+            train_prompts.path.parent,
+        )
         return None
     if state.is_main_process:
         _plan(run, trained_bytes)
