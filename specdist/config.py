@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdist.errors import ConfigError
+from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -127,11 +128,7 @@ class PromptArguments:
     )
 
     def __post_init__(self) -> None:
-        _check_choice("role_order", self.role_order, ("repair", "reject"))
-        _check_choice("given_answers", self.given_answers, ("regenerate", "keep"))
-        _check_choice("lone_surrogates", self.lone_surrogates, ("reject", "replace"))
-        _check_choice("shared_prompts", self.shared_prompts, ("reject", "drop"))
-        _check_range("prompts", "max_bad_share", self.max_bad_share, 0.0, 1.0)
+        self.policy()
         if self.near_duplicate_threshold != 0:  # below a half, unrelated prompts look alike
             _check_range("prompts", "near_duplicate_threshold", self.near_duplicate_threshold, 0.5, 1.0)
         _check_range("prompts", "eval_fraction", self.eval_fraction, 0.001, 0.5)
@@ -145,6 +142,12 @@ class PromptArguments:
             raise ConfigError(
                 f"train_prompt_weights {weights}: expected one above 0 for each of {len(sources)} sources"
             )
+
+    def policy(self) -> PromptPolicy:
+        """What is done about rows that are not as they should be. Raises ConfigError on an unknown choice."""
+        return PromptPolicy(
+            self.role_order, self.given_answers, self.lone_surrogates, self.shared_prompts, self.max_bad_share
+        )
 
 
 @dataclass

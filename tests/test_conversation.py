@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from specdist.dataset.conversation import BadRow, ParsedRow, PromptPolicy, parse_row
+from specdist.dataset.conversation import BadRow, ParsedRow, parse_row
 from specdist.dataset.prompts import prompt_id
 from specdist.errors import ConfigError
+from specdist.prompt_policy import PromptPolicy
 from specdist.schema import Prompt
 
 REJECT = PromptPolicy(role_order="reject")

@@ -14,7 +14,18 @@ LIBRARY = "specdist"
 # Layer → (its modules and packages, the layers that it may import besides itself)
 LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "L0": (
-        ("errors", "schema", "metrics", "config", "provenance", "tracking", "progress", "consistency", "gate_policy"),
+        (
+            "errors",
+            "schema",
+            "metrics",
+            "config",
+            "provenance",
+            "tracking",
+            "progress",
+            "consistency",
+            "gate_policy",
+            "prompt_policy",
+        ),
         (),
     ),
     "L1": (("losses", "verify", "tree", "replay"), ("L0",)),

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specdist.dataset import prepare
-from specdist.dataset.conversation import PromptPolicy
 from specdist.dataset.prepare import PromptMix, prepare_prompts
 from specdist.dataset.prompts import PromptSet, prompt_id
 from specdist.errors import ArtifactError, ConfigError
+from specdist.prompt_policy import PromptPolicy
 
 SHIPPED = Path(__file__).parents[1] / "data" / "prompts"
 NOTHING_SHARED = [{"prompt": f"held out number {i}"} for i in range(3)]

@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specdist.dataset.conversation import PromptPolicy, parse_row
+from specdist.dataset.conversation import parse_row
 from specdist.dataset.prompts import prompt_line
 from specdist.dataset.sources import Source, open_source
 from specdist.errors import ArtifactError
+from specdist.prompt_policy import PromptPolicy
 from specdist.provenance import sha256_file, write_json
 from specdist.schema import Prompt
 

@@ -7,12 +7,11 @@ counts as absent; keys that are not named here are ignored.
 
 import json
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from specdist.dataset.prompts import prompt_id
-from specdist.errors import ConfigError
+from specdist.prompt_policy import PromptPolicy
 from specdist.schema import Prompt
 
 ROLES = ("system", "user", "assistant")
@@ -23,38 +22,7 @@ _SHAREGPT_ROLES = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"},
 }
 _TOOL_ROLES = ("tool", "function", "function_call", "tool_call", "observation")
-_CHOICES = {
-    "role_order": ("repair", "reject"),
-    "given_answers": ("regenerate", "keep"),
-    "lone_surrogates": ("reject", "replace"),
-    "shared_prompts": ("reject", "drop"),
-}
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class PromptPolicy:
-    """What is done about rows that are not as they should be; the manifest counts what each policy did.
-
-    `role_order` "repair": assistant turns before the first and after the last user turn are dropped, an empty system
-    turn too; user turns in a row are answered one by one. "reject": such rows are bad.
-    `given_answers` "regenerate": the target answers every user turn itself; "keep": answers in the row are history.
-    `lone_surrogates` "replace": each becomes U+FFFD. `shared_prompts` "drop": training goes without the prompts that
-    are evaluated on; "reject": they are an error. A source with a larger share of bad rows than `max_bad_share` is one.
-    """
-
-    role_order: str = "repair"
-    given_answers: str = "regenerate"
-    lone_surrogates: str = "reject"
-    shared_prompts: str = "reject"
-    max_bad_share: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} = {value!r}: expected {' or '.join(choices)}")
-        if not 0.0 <= self.max_bad_share <= 1.0:
-            raise ConfigError(f"max_bad_share = {self.max_bad_share}: expected 0 to 1")
 
 
 class BadRow(ValueError):

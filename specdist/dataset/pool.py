@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specdist.dataset.conversation import BadRow, ParsedRow, PromptPolicy, parse_row
+from specdist.dataset.conversation import BadRow, ParsedRow, parse_row
 from specdist.dataset.near_duplicates import Signatures
 from specdist.dataset.prompts import SourceRecord, prompt_line
 from specdist.dataset.sources import Source
 from specdist.errors import ArtifactError
 from specdist.progress import track
+from specdist.prompt_policy import PromptPolicy
 from specdist.schema import Prompt
 
 logger = logging.getLogger(__name__)

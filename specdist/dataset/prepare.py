@@ -18,13 +18,13 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from specdist.dataset.conversation import PromptPolicy
 from specdist.dataset.near_duplicates import check_threshold
 from specdist.dataset.pool import Pool
 from specdist.dataset.prompts import PromptManifest, PromptSet, lines_sha256
 from specdist.dataset.selection import EVAL, SIDES, TRAIN, Selection, mixture, sides_by_hash, spread
 from specdist.dataset.sources import Source, open_source
 from specdist.errors import ArtifactError, ConfigError
+from specdist.prompt_policy import PromptPolicy
 from specdist.provenance import atomic_directory, sha256_file, sha256_json, write_json
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from specdist import provenance, tracking
 from specdist.config import VOLATILE_KEYS, RecipeConfig
-from specdist.dataset.conversation import PromptPolicy
 from specdist.dataset.prepare import PromptMix, prepare_prompts
 from specdist.dataset.prompts import PromptSet
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
@@ -233,19 +232,12 @@ def _plan(run: Run, trained_bytes: int) -> None:
 def _prompts(config: RecipeConfig, state: PartialState) -> tuple[PromptSet, PromptSet]:
     """The prompts of both sides, made by the main process where they are not there yet."""
     asked = config.prompts
-    policy = PromptPolicy(
-        role_order=asked.role_order,
-        given_answers=asked.given_answers,
-        lone_surrogates=asked.lone_surrogates,
-        shared_prompts=asked.shared_prompts,
-        max_bad_share=asked.max_bad_share,
-    )
     with state.main_process_first():
         return prepare_prompts(
             PromptMix(asked.train_prompts, asked.train_prompt_weights, asked.max_train_prompts),
             PromptMix(asked.eval_prompts, limit=asked.max_eval_prompts),
             directory=Path(config.data.data_dir) / "prompts",
-            policy=policy,
+            policy=asked.policy(),
             near_duplicate_threshold=asked.near_duplicate_threshold,
             eval_fraction=asked.eval_fraction,
         )
