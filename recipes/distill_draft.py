@@ -23,6 +23,7 @@ from specdist.provenance import atomic_directory
 from specdist.stages.arguments import parse
 from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
 from specdist.stages.data import evaluation_data, training_data
+from specdist.stages.distillation import distillation
 from specdist.stages.release import release
 from specdist.stages.run import Run, dtype_of, run_recipe, start
 from specdist.stages.train import train
@@ -59,7 +60,7 @@ def main() -> int:
         drafter=lambda path, target: DraftModelDrafter(load_draft_model(path, target.dtype, run.device), vocab_size),
     )
 
-    examples, manifest = training_data(run, max_length=config.training.max_length)
+    data = training_data(run, max_length=config.training.max_length)
     eval_sets = evaluation_data(run, need_states=False)
     if config.release.only_data:
         return 0
@@ -71,9 +72,9 @@ def main() -> int:
         lambda arguments: draft_trainer(
             load_draft_model(init, dtype_of("float32"), run.device),
             run.target.tokenizer,
-            examples,
-            arguments,
+            arguments=arguments,
             freeze_embeddings=config.model.freeze_embeddings,
+            **vars(distillation(run, data)),
         ),
         checkpoint_metrics(run, loader, eval_sets),
     )
@@ -89,7 +90,7 @@ def main() -> int:
             checkpoint_step=checkpoint_step(best),
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, manifest))
+    return release(run, assess_export(run, loader, eval_sets, points, data.manifest))
 
 
 if __name__ == "__main__":

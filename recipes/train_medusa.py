@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from specdist.config import HeadsArguments, RecipeConfig, check_heads
 from specdist.drafters.heads import MedusaDrafter, MedusaHeads, heads_file, load_heads
+from specdist.errors import ConfigError
 from specdist.evaluation.acceptance import HeadsScorer
 from specdist.export.medusa import export_medusa
 from specdist.stages.arguments import parse
@@ -37,6 +38,8 @@ def main() -> int:
 
     def check(target: Target) -> int:
         check_heads(arguments, evaluation)
+        if config.objective.needs_target:
+            raise ConfigError(f"objective {config.objective.objective}: heads learn by cross_entropy")
         return 4 * sum(p.numel() for p in new_heads(target).parameters())
 
     run = start(config, "medusa", check=check)
@@ -50,7 +53,7 @@ def main() -> int:
     )
 
     max_length = config.data.max_prompt_tokens + config.data.train_max_new_tokens
-    examples, manifest = training_data(run, max_length=max_length)
+    data = training_data(run, max_length=max_length)
     eval_sets = evaluation_data(run, need_states=True)
     if config.release.only_data:
         return 0
@@ -62,7 +65,7 @@ def main() -> int:
         lambda training_arguments: heads_trainer(
             new_heads(run.target),
             run.target_model(config.target.target_dtype),
-            examples,
+            data.examples,
             training_arguments,
             decay=arguments.head_loss_decay,
             pad_token_id=run.target.identity.eos_token_ids[0],
@@ -82,7 +85,7 @@ def main() -> int:
             checkpoint_step=checkpoint_step(best),
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, manifest))
+    return release(run, assess_export(run, loader, eval_sets, points, data.manifest))
 
 
 if __name__ == "__main__":

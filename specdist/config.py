@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdist.errors import ConfigError
+from specdist.objective import ObjectiveArguments
 from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
@@ -330,6 +331,7 @@ class RecipeConfig:
     target: TargetArguments
     prompts: PromptArguments
     data: DataArguments
+    objective: ObjectiveArguments
     model: Any
     evaluation: EvaluationArguments
     release: ReleaseArguments
@@ -338,7 +340,7 @@ class RecipeConfig:
 
     def resolved(self) -> dict[str, Any]:
         """All of our keys and those training arguments that were given, as plain values: it loads again by --config."""
-        ours = (self.target, self.prompts, self.data, self.model, self.evaluation, self.release)
+        ours = (self.target, self.prompts, self.data, self.objective, self.model, self.evaluation, self.release)
         values = {key: value for part in ours for key, value in dataclasses.asdict(part).items()}
         for key in self.given.keys() - values.keys():
             value = getattr(self.training, key)

@@ -1,58 +1,274 @@
-"""Owns training objectives: pure functions of hidden states, a projection and labels; no model is called here.
+"""Owns training objectives: pure functions of distributions per position, and their form fused with the projection.
 
-Shapes: N supervised positions, D hidden size, V vocabulary.
+Shapes: N supervised positions, C positions of a chunk, D hidden size, V vocabulary, K best tokens, E events.
+
+An event is what a distribution is over: a token, or (with the target's best tokens alone) all others taken together.
+Coarser events bound a divergence from below, by the data processing inequality. No model is called here.
 """
 
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 128  # positions whose logits exist at a time; of 16 to 256 the fastest at 49,152 tokens on a CPU
+from specdist.objective import CROSS_ENTROPY, DIVERGENCES
+
+CHUNK = 128  # positions whose logits exist at a time
+IGNORED = -100  # label of a position that has none
+LOG_ZERO = -100.0  # stands for log 0, so that the reverse KL to an impossible token is large and not infinite
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def cross_entropy(draft_logprobs: Tensor, labels: Tensor) -> Tensor:
+    """−log q(label): [..., V], [...] → [...]. Zero where the label is IGNORED."""
+    return -draft_logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != IGNORED)
+
+
+def forward_kl(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p (log p − log q): [..., E] → [...]. Covers all that the target may say (Hinton et al. 2015)."""
+    return (target_logprobs.exp() * (target_logprobs - draft_logprobs)).sum(dim=-1)
+
+
+def reverse_kl(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """KL(q ‖ p) = Σ q (log q − log p): [..., E] → [...]. Seeks the target's modes (Gu et al. 2024, MiniLLM)."""
+    return (draft_logprobs.exp() * (draft_logprobs - target_logprobs)).sum(dim=-1)
+
+
+def jensen_shannon(target_logprobs: Tensor, draft_logprobs: Tensor, beta: float) -> Tensor:
+    """β KL(p ‖ m) + (1 − β) KL(q ‖ m) with m = β p + (1 − β) q: [..., E] → [...] (Agarwal et al. 2024, eq. 1).
+
+    The formula is 0 at both ends of β; as in TRL, β = 0 stands for the forward and β = 1 for the reverse KL, which it
+    approaches there when divided by β or 1 − β.
+    """
+    if beta in (0.0, 1.0):
+        return (reverse_kl if beta else forward_kl)(target_logprobs, draft_logprobs)
+    mixture = torch.logaddexp(target_logprobs + math.log(beta), draft_logprobs + math.log(1.0 - beta))
+    from_target = target_logprobs.exp() * (target_logprobs - mixture)
+    return (beta * from_target + (1.0 - beta) * draft_logprobs.exp() * (draft_logprobs - mixture)).sum(dim=-1)
+
+
+def total_variation(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """1 − Σ min(p, q) = ½ Σ |p − q|: [..., E] → [...]. The probability of a rejection (Leviathan et al. 2023, 3.3)."""
+    return 1.0 - torch.minimum(target_logprobs, draft_logprobs).exp().sum(dim=-1)
+
+
+def negative_log_acceptance(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """−log Σ min(p, q): [..., E] → [...]. Unlike the total variation it has a gradient where the two hardly overlap.
+
+    The log of the expected acceptance of one token, so that a sum over positions is that of a whole run.
+    """
+    return -torch.minimum(target_logprobs, draft_logprobs).logsumexp(dim=-1)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted sum of named losses, between distributions at the temperature that is served."""
+
+    weights: dict[str, float]
+    temperature: float = 1.0
+    beta: float = 0.5  # of jensen_shannon
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it compares distributions, and not the target's tokens alone."""
+        return any(name in DIVERGENCES for name in self.weights)
+
+    def terms(
+        self, draft_logprobs: Tensor, labels: Tensor, target_logprobs: Tensor | None, draft_events: Tensor | None
+    ) -> Tensor:
+        """Each loss at each position, unweighted, in the order of `weights`: [terms, C].
+
+        `draft_logprobs` [C, V]; `labels` [C]; both of the target's events [C, E], or None without divergences.
+        """
+        functions: dict[str, Callable[..., Tensor]] = {
+            "forward_kl": forward_kl,
+            "reverse_kl": reverse_kl,
+            "jensen_shannon": partial(jensen_shannon, beta=self.beta),
+            "total_variation": total_variation,
+            "negative_log_acceptance": negative_log_acceptance,
+        }
+        return torch.stack(
+            [
+                cross_entropy(draft_logprobs, labels)
+                if name == CROSS_ENTROPY
+                else functions[name](target_logprobs, draft_events)
+                for name in self.weights
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Projection:
+    """From hidden states to logits: `weight` [V, D], `bias` [V], then a scale, then a soft cap (Gemma 2)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, product: Tensor) -> Tensor:
+        """Logits in fp32 from the product of states and weight, which may be overwritten: [..., V]."""
+        logits = product.float()
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+class TargetDistributions(Protocol):
+    """The target's distributions at N positions, some at a time."""
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        """Log-probabilities of its events at `temperature`, fp32: [C, E]."""
+
+    def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
+        """The draft's log-probabilities [C, V] of the same events: [C, E]."""
+
+
+@dataclass(frozen=True)
+class FullTarget:
+    """All tokens, from the target's final hidden states (after the norm) and its projection.
+
+    `hidden` [N, D]. `vocabulary` [R]: the tokens that the draft's R logits stand for, None where they are the same.
+    What the target would say beyond them is no event: it can never be accepted, whatever the draft does.
+    """
+
+    hidden: Tensor
+    projection: Projection
+    vocabulary: Tensor | None = None
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        weight = self.projection.weight
+        with torch.autocast(weight.device.type, enabled=False):  # in the target's own dtype
+            product = self.hidden[chunk].to(weight.dtype) @ weight.T  # [C, V]
+        logprobs = _log_softmax(self.projection.logits(product), temperature)
+        return logprobs if self.vocabulary is None else logprobs[:, self.vocabulary]
+
+    def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
+        return draft_logprobs
+
+
+@dataclass(frozen=True)
+class TopTarget:
+    """The target's K best tokens as stored, and all others as one event.
+
+    `ids` [N, K] (places among the draft's logits), `top_logprobs` [N, K] at temperature 1, best first, `tail_mass` [N].
+    At a temperature T < 1 the others' mass is taken at its upper bound, tail_mass · p_K^(1/T − 1), since none of them
+    is more probable than the K-th token.
+    """
+
+    ids: Tensor
+    top_logprobs: Tensor
+    tail_mass: Tensor
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        best = self.top_logprobs[chunk].float()  # [C, K]
+        tail = self.tail_mass[chunk].float().log() + (1.0 / temperature - 1.0) * best[:, -1]  # [C]
+        return torch.cat([best / temperature, tail[:, None]], dim=-1).log_softmax(dim=-1).clamp(min=LOG_ZERO)
+
+    def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
+        ids = self.ids[chunk]
+        others = draft_logprobs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)  # [C, 1]
+        return torch.cat([draft_logprobs.gather(-1, ids), others], dim=-1)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(dim=-1)
+
+
+def position_losses(
+    objective: Objective, draft_logits: Tensor, labels: Tensor, target: TargetDistributions | None, chunk: slice
+) -> Tensor:
+    """Each loss of `objective` at each position of a chunk: `draft_logits` [C, V], `labels` [C] → [terms, C].
+
+    With a chunk of all positions it is the eager form, to which the fused one is compared.
+    """
+    draft_logprobs = _log_softmax(draft_logits, objective.temperature)
+    if target is None:
+        return objective.terms(draft_logprobs, labels, None, None)
+    with torch.no_grad():
+        target_logprobs = target.logprobs(chunk, objective.temperature)
+    return objective.terms(draft_logprobs, labels, target_logprobs, target.events(draft_logprobs, chunk))
+
+
+class _LinearObjective(torch.autograd.Function):
     """The gradient of each chunk is formed with its loss, so that no logits are kept or computed twice."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        projection: Projection,
+        objective: Objective,
+        target: TargetDistributions | None,
+    ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         matrix, states = weight.to(dtype), hidden.to(dtype)  # [V, D], [N, D]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        factors = torch.tensor(list(objective.weights.values()), device=hidden.device)
+        sums = torch.zeros(len(factors), device=hidden.device)
         grad_hidden = torch.empty_like(states)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight, grad_bias = (
+            torch.zeros_like(parameter, dtype=torch.float32) if parameter is not None and needed else None
+            for parameter, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         for start in range(0, len(states), CHUNK):
             chunk = slice(start, start + CHUNK)
-            logits = (states[chunk] @ matrix.T).float()  # [C, V]
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)  # [C, 1]
-            gold = labels[chunk, None]  # [C, 1]
-            total += (log_normalizer - logits.gather(-1, gold)).sum()
-            gradient = logits.sub_(log_normalizer).exp_()  # softmax − one-hot, in the memory of the logits
-            gradient.scatter_add_(-1, gold, gradient.new_full(gold.shape, -1.0))
+            product = (states[chunk] @ matrix.T).float().requires_grad_()  # [C, V]
+            with torch.enable_grad():
+                logits = projection.logits(product)
+                terms = position_losses(objective, logits, labels[chunk], target, chunk).sum(dim=-1)
+                gradient = torch.autograd.grad((factors * terms).sum(), product)[0]
+            sums += terms.detach()
+            if grad_bias is not None:
+                grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(dtype)
             grad_hidden[chunk] = gradient @ matrix
             if grad_weight is not None:
                 grad_weight += (gradient.T @ states[chunk]).float()
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        return total
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(sums)
+        return (factors * sums).sum(), sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        grad_hidden = grad_hidden.to(hidden_dtype) * grad_output
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_dtype) * grad_output, None
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (
+            None if gradient is None else (gradient * grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*gradients, None, None, None, None)
+
+
+def linear_objective(
+    hidden: Tensor,
+    projection: Projection,
+    labels: Tensor,
+    objective: Objective,
+    target: TargetDistributions | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Σ over N of the weighted losses, without the logits of all positions at once: [], and each loss's own [terms].
+
+    `hidden` [N, D] of the draft, whose logits `projection` gives; parameters get gradients where they ask for them.
+    `labels` [N], IGNORED where a position has none; `target` is needed by divergences. Products are taken in
+    autocast's dtype, all else in fp32. The caller divides by the global number of supervised tokens. The eager form is
+    `position_losses`; fused as in "cut cross-entropy" (Wijmans et al. 2024) and Liger, for any objective, in torch.
+    Raises ValueError where a divergence has no target.
+    """
+    if objective.needs_target and target is None:
+        raise ValueError(f"objective {list(objective.weights)}: divergences need the target's distributions, got none")
+    return _LinearObjective.apply(hidden, projection.weight, projection.bias, labels, projection, objective, target)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Σ over N of −log softmax(hidden · weightᵀ)[label], without the logits of all positions at once. Scalar, fp32.
-
-    `hidden` [N, D]; `weight` [V, D], which gets a gradient only if it asks for one; `labels` [N] with no ignored
-    entries. Products are taken in autocast's dtype, normalisation in fp32. The caller divides by the global number of
-    supervised tokens. After "cut cross-entropy" (Wijmans et al. 2024) and Liger's fused form, in plain torch.
-    """
-    return _LinearCrossEntropy.apply(hidden, weight, labels)
+    """Σ over N of −log softmax(hidden · weightᵀ)[label], fp32. `hidden` [N, D], `weight` [V, D], `labels` [N] → []."""
+    return linear_objective(hidden, Projection(weight), labels, Objective({CROSS_ENTROPY: 1.0}))[0]

@@ -1,16 +1,23 @@
 """Training a draft model: the loss is TRL's, the prompt is not learned, a mean is over tokens and not over batches."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
+from transformers import PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
-from specdist.errors import ConfigError
-from specdist.losses import linear_cross_entropy
-from specdist.training.draft import draft_trainer
+from specdist.dataset.features import TargetStates, target_states
+from specdist.losses import Objective
+from specdist.training.batches import DraftCollator, pack
+from specdist.training.draft import DraftTrainer, TargetOutput, draft_trainer, output_projection
+from specdist.training.on_policy import OnPolicy, documents
+
+SFT = Objective({"cross_entropy": 1.0})
 
 
 def examples(lengths: list[tuple[int, int]]) -> Dataset:
@@ -21,13 +28,25 @@ def examples(lengths: list[tuple[int, int]]) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def make_trainer(directory: Path, rows: Dataset, *, batch: int, accumulation: int = 1, freeze: bool = False, **extra):
+def make_trainer(
+    directory: Path,
+    rows: Dataset,
+    *,
+    batch: int,
+    accumulation: int = 1,
+    freeze: bool = False,
+    objective: Objective = SFT,
+    collate: dict[str, Any] | None = None,
+    target: TargetOutput | None = None,
+    vocabulary: torch.Tensor | None = None,
+    on_policy: OnPolicy | None = None,
+    draft: PreTrainedModel | None = None,
+    **extra: Any,
+) -> DraftTrainer:
     arguments = SFTConfig(
         output_dir=str(directory),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        max_steps=1,
-        learning_rate=1e-2,
         lr_scheduler_type="constant",
         optim="sgd",
         max_grad_norm=0.0,
@@ -37,21 +56,19 @@ def make_trainer(directory: Path, rows: Dataset, *, batch: int, accumulation: in
         use_cpu=True,
         activation_checkpointing=False,
         disable_tqdm=True,
-        **{"bf16": False, **extra},
+        **{"bf16": False, "max_steps": 1, "learning_rate": 1e-2, **extra},
     )
-    return draft_trainer(make_tiny_llama(268), make_tiny_tokenizer(), rows, arguments, freeze_embeddings=freeze)
-
-
-def test_the_vocabulary_product_runs_in_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def loss(*arguments):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return linear_cross_entropy(*arguments)
-
-    monkeypatch.setattr("specdist.training.draft.linear_cross_entropy", loss)
-    make_trainer(tmp_path, examples(ROWS), batch=4, bf16=True).train()
-    assert seen == [True]  # the trainer's own autocast covers the model's forward alone
+    return draft_trainer(
+        draft or make_tiny_llama(268),
+        make_tiny_tokenizer(),
+        DraftCollator(rows, 0, **(collate or {})),
+        arguments,
+        objective=objective,
+        target=target,
+        vocabulary=vocabulary,
+        on_policy=on_policy,
+        freeze_embeddings=freeze,
+    )
 
 
 def step(trainer: SFTTrainer) -> tuple[float, torch.Tensor]:
@@ -64,10 +81,14 @@ ROWS = [(4, 9), (11, 3), (2, 20), (7, 1)]
 
 
 def test_the_step_is_the_one_of_trls_own_loss(tmp_path: Path) -> None:
-    fused = make_trainer(tmp_path / "fused", examples(ROWS), batch=4)
-    plain = make_trainer(tmp_path / "plain", examples(ROWS), batch=4)
-    plain._fuses_projection = False
-    (loss, weights), (expected_loss, expected_weights) = step(fused), step(plain)
+    ours = make_trainer(tmp_path / "ours", examples(ROWS), batch=4)
+    plain = SFTTrainer(
+        make_tiny_llama(268),
+        args=replace(ours.args, output_dir=str(tmp_path / "plain"), remove_unused_columns=True),
+        train_dataset=examples(ROWS),
+        processing_class=make_tiny_tokenizer(),
+    )
+    (loss, weights), (expected_loss, expected_weights) = step(ours), step(plain)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     torch.testing.assert_close(weights, expected_weights, atol=1e-5, rtol=1e-4)
 
@@ -84,7 +105,7 @@ def test_m13_a_batch_has_the_losses_of_its_rows_apart(tmp_path: Path) -> None:
     together = step(make_trainer(tmp_path / "together", examples(rows), batch=2))[0]
     trainer = make_trainer(tmp_path / "apart", examples(rows), batch=1)
     losses = []
-    for row in trainer.train_dataset:
+    for row in examples(rows):
         ids, prompt = torch.tensor([row["input_ids"]]), row["prompt_length"]
         with torch.inference_mode():
             logits = trainer.model(ids).logits[0, prompt - 1 : -1]
@@ -92,16 +113,10 @@ def test_m13_a_batch_has_the_losses_of_its_rows_apart(tmp_path: Path) -> None:
     assert together == pytest.approx(float(sum(losses)) / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize("key", ["packing", "padding_free"])
-def test_m13_rows_that_would_attend_to_each_other_are_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match="attend to each other"):
-        make_trainer(tmp_path, examples(ROWS), batch=2, **{key: True})
-
-
 @pytest.mark.parametrize("prompt", [4, 60])
 def test_t2_a_long_prompt_does_not_shrink_the_loss(tmp_path: Path, prompt: int) -> None:
     trainer = make_trainer(tmp_path, examples([(prompt, 5)]), batch=1)
-    row = trainer.train_dataset[0]
+    row = examples([(prompt, 5)])[0]
     with torch.inference_mode():
         logits = trainer.model(torch.tensor([row["input_ids"]])).logits[0, prompt - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(row["input_ids"][prompt:]))
@@ -122,3 +137,203 @@ def test_m4_a_batch_of_prompts_only_is_no_nan(tmp_path: Path) -> None:
     loss, weights = step(make_trainer(tmp_path, rows, batch=2))
     assert loss == 0.0
     assert torch.isfinite(weights).all()
+
+
+MIXTURE = Objective({"cross_entropy": 0.5, "forward_kl": 1.0, "negative_log_acceptance": 1.0}, temperature=0.7)
+TARGET = make_tiny_llama(268, layers=3, seed=7)
+
+
+def target_output(*, live: bool = True) -> TargetOutput:
+    return TargetOutput(output_projection(TARGET, TARGET.config), TARGET if live else None)
+
+
+def states_of(rows: Dataset, directory: Path) -> TargetStates:
+    return target_states(directory, rows, lambda: TARGET, hidden_size=32)
+
+
+def with_top_tokens(rows: Dataset, best: int) -> Dataset:
+    """`rows` with the target's best tokens as a dataset stores them."""
+    columns: dict[str, list[list[float]]] = {"top_ids": [], "top_logprobs": [], "tail_mass": []}
+    for row in rows:
+        with torch.inference_mode():
+            logits = TARGET(torch.tensor([row["input_ids"]])).logits[0, row["prompt_length"] - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        top = logprobs.topk(best)
+        columns["top_ids"].append(top.indices.flatten().tolist())
+        columns["top_logprobs"].append(top.values.flatten().tolist())
+        columns["tail_mass"].append(logprobs.exp().scatter(-1, top.indices, 0.0).sum(-1).tolist())
+    for name, values in columns.items():
+        rows = rows.add_column(name, values)
+    return rows
+
+
+def same_step(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor]) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    torch.testing.assert_close(ours[1], theirs[1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_distillation_step_is_the_eager_one(tmp_path: Path) -> None:
+    rows, draft = examples(ROWS), make_tiny_llama(268)
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        ids, positions = torch.tensor([row["input_ids"]]), slice(row["prompt_length"] - 1, -1)
+        with torch.no_grad():
+            target = (TARGET(ids).logits[0, positions] / 0.7).log_softmax(-1)
+        ours = (draft(ids).logits[0, positions] / 0.7).log_softmax(-1)
+        labels = ids[0, row["prompt_length"] :]
+        losses = torch.nn.functional.nll_loss(ours, labels, reduction="sum") * 0.5
+        losses = losses + torch.nn.functional.kl_div(ours, target, log_target=True, reduction="sum")
+        total = total + losses - torch.minimum(ours.exp(), target.exp()).sum(-1).log().sum()
+        count += len(labels)
+    (total / count).backward()
+    expected = torch.cat([(p.detach() - 1e-2 * p.grad).flatten() for p in draft.parameters()])
+    trained = step(make_trainer(tmp_path, rows, batch=4, objective=MIXTURE, target=target_output()))
+    same_step(trained, (float(total.detach() / count), expected))
+
+
+def test_stored_states_give_the_step_of_the_target_itself(tmp_path: Path) -> None:
+    rows = examples(ROWS)
+    live = step(make_trainer(tmp_path / "live", rows, batch=4, objective=MIXTURE, target=target_output()))
+    collate = {"states": states_of(rows, tmp_path / "states")}
+    stored = make_trainer(
+        tmp_path / "stored", rows, batch=4, objective=MIXTURE, collate=collate, target=target_output(live=False)
+    )
+    same_step(step(stored), live)
+
+
+def test_all_tokens_stored_as_best_give_the_step_of_the_full_distribution(tmp_path: Path) -> None:
+    objective = replace(MIXTURE, temperature=1.0)
+    rows = examples(ROWS)
+    full = step(make_trainer(tmp_path / "full", rows, batch=4, objective=objective, target=target_output()))
+    top = make_trainer(
+        tmp_path / "top", with_top_tokens(rows, 267), batch=4, objective=objective, collate={"top": True}
+    )
+    same_step(step(top), full)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 8), (2, 4), (4, 2)])
+def test_t9_any_accumulation_gives_the_gradient_of_one_batch(tmp_path: Path, batch: int, accumulation: int) -> None:
+    rows = examples([(4, 9), (11, 3), (2, 20), (7, 1), (5, 5), (3, 14), (9, 2), (6, 7)])
+
+    def gradient(name: str, **sizes: int) -> torch.Tensor:
+        # of plain SGD with a step of 1, the change of the weights is the gradient
+        trainer = make_trainer(
+            tmp_path / name, rows, objective=MIXTURE, target=target_output(), learning_rate=1.0, **sizes
+        )
+        before = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+        return before - step(trainer)[1]
+
+    whole, parts = gradient("whole", batch=8), gradient("parts", batch=batch, accumulation=accumulation)
+    assert (whole - parts).norm() < 1e-6 * whole.norm()
+
+
+def test_t8_the_prompt_is_not_distilled(tmp_path: Path) -> None:
+    """A target that differs from the draft at prompt positions alone gives no loss."""
+    rows = examples(ROWS)
+    draft = make_tiny_llama(268)
+    states = target_states(tmp_path / "states", rows, lambda: draft, hidden_size=32)
+    trainer = make_trainer(
+        tmp_path,
+        rows,
+        batch=4,
+        objective=Objective({"forward_kl": 1.0}),
+        collate={"states": states},
+        target=TargetOutput(output_projection(draft, draft.config)),
+    )
+    assert abs(step(trainer)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("objective", [SFT, MIXTURE])
+def test_m13_packed_documents_give_the_step_of_separate_rows(tmp_path: Path, objective: Objective) -> None:
+    rows = examples([(4, 9), (11, 3), (2, 20), (7, 1), (1, 2), (1, 4)])
+    target = target_output() if objective.needs_target else None
+    apart = step(make_trainer(tmp_path / "apart", rows, batch=6, objective=objective, target=target))
+    packed = make_trainer(
+        tmp_path / "packed", rows, batch=8, objective=objective, target=target, collate={"packed": True}, max_length=24
+    )
+    assert sorted(packed.train_dataset["length"]) == [21, 22, 22]
+    same_step(step(packed), apart)
+
+
+def test_packing_keeps_every_example_within_the_budget() -> None:
+    lengths = torch.randint(1, 100, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    packs = pack(lengths, 128)
+    assert sorted(i for members in packs for i in members) == list(range(500))
+    assert max(sum(lengths[i] for i in members) for members in packs) <= 128
+    assert len(packs) <= 1.05 * sum(lengths) / 128
+    assert pack([200, 3], 128) == [[0], [1]]  # too long for any pack: one of its own
+
+
+def test_t5_padding_of_either_vocabulary_gets_no_probability(tmp_path: Path) -> None:
+    """Tokenizer of 268; target with 300 rows, draft with 280: what lies above 268 counts nowhere."""
+    rows = examples(ROWS)
+    narrow_target, narrow_draft = make_tiny_llama(268, seed=7), make_tiny_llama(268)
+    plain = make_trainer(
+        tmp_path / "plain",
+        rows,
+        batch=4,
+        objective=MIXTURE,
+        target=TargetOutput(output_projection(narrow_target, narrow_target.config), narrow_target),
+        draft=narrow_draft,
+    )
+    wide_target, wide_draft = make_tiny_llama(268, seed=7), make_tiny_llama(268)
+    for model, size in ((wide_target, 300), (wide_draft, 280)):
+        model.resize_token_embeddings(size, mean_resizing=False)
+        model.get_output_embeddings().weight.data[268:] = 3.0  # probable, if they counted
+    padded = make_trainer(
+        tmp_path / "padded",
+        rows,
+        batch=4,
+        objective=MIXTURE,
+        target=TargetOutput(output_projection(wide_target, wide_target.config), wide_target),
+        draft=wide_draft,
+    )
+    assert step(padded)[0] == pytest.approx(step(plain)[0], rel=1e-5)
+    padding = wide_draft.get_output_embeddings().weight.data[268:]
+    assert bool((padding == 3.0).all())  # and none of it was learned
+
+
+def test_a_reduced_vocabulary_leaves_other_rows_as_they_were(tmp_path: Path) -> None:
+    kept = torch.arange(0, 268, 2)
+    draft = make_tiny_llama(268)
+    before = draft.get_output_embeddings().weight.detach().clone()
+    trainer = make_trainer(
+        tmp_path, examples(ROWS), batch=4, objective=MIXTURE, target=target_output(), vocabulary=kept, draft=draft
+    )
+    loss, _ = step(trainer)
+    changed = (draft.get_output_embeddings().weight.detach() != before).any(dim=-1)
+    assert loss > 0
+    assert changed[kept].all()
+    assert not changed[1::2].any()
+
+
+def on_policy(share: float) -> OnPolicy:
+    return OnPolicy(share, temperature=0.7, eos_token_ids=[266], pad_token_id=0, seed=3)
+
+
+def test_on_policy_batches_hold_the_drafts_own_answers_and_teach_no_tokens(tmp_path: Path) -> None:
+    rows, draft = examples(ROWS), make_tiny_llama(268)
+    batch = DraftCollator(rows, 0)([{"members": [i]} for i in range(4)])
+    (made,) = on_policy(1.0).rewrite(draft, [batch], step=5)
+    (again,) = on_policy(1.0).rewrite(draft, [batch], step=5)
+    assert torch.equal(made["input_ids"], again["input_ids"])  # a resumed run draws the same
+    ours, theirs = list(documents(made)), list(documents(batch))
+    assert [prompt for prompt, _ in ours] == [prompt for prompt, _ in theirs]
+    assert all(len(a) <= max(2, len(b)) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    assert ours != theirs
+    assert on_policy(0.0).rewrite(draft, [batch], step=5) == [batch]
+    packed = DraftCollator(rows, 0, packed=True)([{"members": [0, 1, 2, 3]}])
+    (packed_made,) = on_policy(1.0).rewrite(draft, [packed], step=5)
+    assert list(documents(packed_made)) == ours
+    # the labels say where to learn, not what: on the draft's own text cross-entropy is nothing
+    trainer = make_trainer(tmp_path, rows, batch=4, objective=MIXTURE, target=target_output(), on_policy=on_policy(1.0))
+    trainer.train()
+    terms = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert terms["loss/cross_entropy"] == 0.0
+    assert terms["loss/forward_kl"] > 0.0
+
+
+def test_the_share_of_on_policy_batches_is_as_asked() -> None:
+    draft, batch = make_tiny_llama(268), DraftCollator(examples([(3, 1)]), 0)([{"members": [0]}])
+    made = [on_policy(0.3).rewrite(draft, [batch], step)[0] for step in range(300)]
+    assert 0.2 < sum("on_policy" in b for b in made) / 300 < 0.4

@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "consistency",
             "gate_policy",
             "prompt_policy",
+            "objective",
         ),
         (),
     ),

@@ -24,6 +24,7 @@ from specdist.config import (
     TargetArguments,
 )
 from specdist.errors import ConfigError
+from specdist.objective import ObjectiveArguments
 
 _OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # before transformers 5.20, which vLLM 0.32 pins
 
@@ -95,6 +96,7 @@ def parse(
         TargetArguments,
         PromptArguments,
         DataArguments,
+        ObjectiveArguments,
         model_arguments,
         EvaluationArguments,
         ReleaseArguments,
@@ -119,4 +121,4 @@ def parse(
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     given = {key: None for key in [*from_file, *on_command_line]}
-    return RecipeConfig(ours[0], ours[1], ours[2], ours[3], ours[4], ours[5], training, given)
+    return RecipeConfig(ours[0], ours[1], ours[2], ours[3], ours[4], ours[5], ours[6], training, given)

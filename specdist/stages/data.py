@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -90,8 +91,17 @@ def _report(directory: Path, manifest: DatasetManifest) -> None:
     )
 
 
-def training_data(run: Run, *, max_length: int) -> tuple[Dataset, DatasetManifest]:
-    """The target's answers to the training prompts as examples of token ids, and the dataset's manifest.
+@dataclass(frozen=True)
+class TrainingData:
+    """A finished dataset, and its rows as examples of token ids."""
+
+    directory: Path
+    manifest: DatasetManifest
+    examples: Dataset
+
+
+def training_data(run: Run, *, max_length: int) -> TrainingData:
+    """The target's answers to the training prompts.
 
     Raises ArtifactError where `train_dataset` names a dataset that another target or chat format made.
     """
@@ -121,7 +131,8 @@ def training_data(run: Run, *, max_length: int) -> tuple[Dataset, DatasetManifes
             100 * data.max_truncated_share,
         )
     with run.state.main_process_first():
-        return training_examples(directory, max_length=max_length), manifest
+        top = run.config.objective.needs_target and run.config.objective.target_distribution == "top"
+        return TrainingData(directory, manifest, training_examples(directory, max_length=max_length, top=top))
 
 
 def evaluation_data(run: Run, *, need_states: bool) -> list[EvalSet]:

@@ -1,35 +1,127 @@
-"""Owns training a draft model on the target's own text: TRL's SFTTrainer over token ids, nothing re-tokenised.
+"""Owns training a draft model: TRL's SFTTrainer over token ids, with any objective fused with the projection.
 
-Shapes: B rows, T tokens, S supervised positions, D hidden size, V vocabulary.
+Shapes: B rows, T tokens, S supervised positions of a batch in row order, D hidden size, V vocabulary, K best tokens.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from specdist.errors import ConfigError
-from specdist.losses import linear_cross_entropy
+from specdist.losses import (
+    IGNORED,
+    FullTarget,
+    Objective,
+    Projection,
+    TargetDistributions,
+    TopTarget,
+    linear_objective,
+)
+from specdist.training.batches import DraftCollator, schedule
+from specdist.training.on_policy import OnPolicy
 
-IGNORED = -100
-# Models with one of these scale or cap their logits after the projection
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What turns the target's states into its distribution, and the target itself where states are not stored."""
+
+    projection: Projection
+    model: PreTrainedModel | None = None
+
+    @torch.no_grad()
+    def states(self, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
+        """The target's final states at the supervised positions [B, T − 1] of a batch: [S, D]."""
+        if "target_states" in batch:
+            return batch["target_states"]
+        if self.model is None:
+            raise ConfigError("the batch holds no states of the target, and the target is not loaded")
+        inputs = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
+        # In its own dtype: autocast, which is for the draft, would cast at each of its layers
+        with torch.autocast(supervised.device.type, enabled=False):
+            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        return hidden[:, :-1][supervised]
+
+
+def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Projection:
+    """How `model` turns final states into logits. A weight sharded by FSDP2 is gathered.
+
+    Raises ConfigError on a weight sharded otherwise, which cannot be read outside the model's forward.
+    """
+    head, text = model.get_output_embeddings(), config.get_text_config()
+    weight = head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+    if weight.dim() != 2 or weight.shape[0] < text.vocab_size:
+        raise ConfigError(
+            "the draft's output projection is sharded in a way that hides its rows (FSDP1, DeepSpeed ZeRO-3): use DDP, "
+            "ZeRO-2 or FSDP2, which suffice for a draft model"
+        )
+    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    return Projection(weight, getattr(head, "bias", None), scale, getattr(text, "final_logit_softcapping", None))
+
+
+def limited(projection: Projection, vocabulary: Tensor | slice) -> Projection:
+    """The projection to some tokens only."""
+    bias = None if projection.bias is None else projection.bias[vocabulary]
+    return replace(projection, weight=projection.weight[vocabulary], bias=bias)
 
 
 class DraftTrainer(SFTTrainer):
-    """SFTTrainer with the projection and the loss fused over supervised positions, which costs a quarter on CPUs.
+    """SFTTrainer whose loss is `objective`, fused with the projection over supervised positions.
 
-    TRL's own loss serves where the projection is no plain matrix product, or its weight is sharded.
+    `num_tokens` is the tokenizer's size: ids from there on pad a vocabulary and count nowhere. `target` gives the target's distributions where the objective compares any; `vocabulary` [R] are the tokens that the
+    draft may propose, sorted; None is the tokenizer's whole vocabulary, without what pads it.
     """
 
-    def __init__(self, model: PreTrainedModel, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_tokens: int,
+        objective: Objective,
+        target: TargetOutput | None,
+        vocabulary: Tensor | None,
+        on_policy: OnPolicy | None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(model=model, **arguments)
-        config = model.config.get_text_config()
-        transformed = any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_TRANSFORMS)
-        self._fuses_projection = not (transformed or self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
+        self.objective: Objective = objective
+        self.target, self.on_policy, self.num_tokens = target, on_policy, num_tokens
+        self.places = self._places_of(vocabulary)  # [V]: a token's place among the draft's logits, or IGNORED
+        self.vocabulary = vocabulary
+        self._sums = torch.zeros(len(objective.weights), device=self.args.device)
+        self._count = torch.zeros((), device=self.args.device)
+
+    def _places_of(self, vocabulary: Tensor | None) -> Tensor | None:
+        if vocabulary is None:
+            return None
+        places = torch.full((self.num_tokens,), IGNORED)
+        places[vocabulary] = torch.arange(len(vocabulary))
+        return places.to(self.args.device)
+
+    def _tokens(self, projection: Projection) -> Projection:
+        """Without what pads the vocabulary, and without tokens that the draft may not propose."""
+        if self.vocabulary is not None:
+            return limited(projection, self.vocabulary.to(projection.weight.device))
+        return projection if len(projection.weight) == self.num_tokens else limited(projection, slice(self.num_tokens))
+
+    def _distributions(self, inputs: dict[str, Tensor], supervised: Tensor) -> TargetDistributions | None:
+        if not self.objective.needs_target:
+            return None
+        if "top_ids" in inputs:
+            ids = inputs["top_ids"] if self.places is None else self.places[inputs["top_ids"]]
+            return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"])
+        if self.target is None:
+            raise ConfigError(f"objective {list(self.objective.weights)}: needs the target's distributions")
+        projection = self.target.projection
+        if len(projection.weight) > self.num_tokens:
+            projection = limited(projection, slice(self.num_tokens))
+        vocabulary = None if self.vocabulary is None else self.vocabulary.to(supervised.device)
+        return FullTarget(self.target.states(inputs, supervised), projection, vocabulary)
 
     def compute_loss(
         self,
@@ -38,11 +130,10 @@ class DraftTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Cross-entropy as a mean over the supervised tokens of all processes and accumulation steps."""
-        if not self._fuses_projection or return_outputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        """The objective as a mean over the supervised tokens of all processes and accumulation steps."""
         output = model(
-            input_ids=inputs["input_ids"],  # padded at the right: causal attention never sees it, no mask is needed
+            # padded at the right: causal attention never sees it, no mask is needed
+            **{key: inputs[key] for key in ("input_ids", "position_ids") if key in inputs},
             use_cache=False,
             output_hidden_states=True,
             logits_to_keep=1,
@@ -50,35 +141,75 @@ class DraftTrainer(SFTTrainer):
         labels = inputs["labels"][:, 1:]  # position t predicts token t+1
         supervised = labels != IGNORED  # [B, T − 1]
         hidden = output.hidden_states[-1][:, :-1][supervised]  # [S, D]
-        weight = self.accelerator.unwrap_model(model).get_output_embeddings().weight
+        unwrapped = self.accelerator.unwrap_model(model)
+        projection = self._tokens(output_projection(unwrapped, unwrapped.config))
+        tokens = labels[supervised] if self.places is None else self.places[labels[supervised]]
+        if "on_policy" in inputs:
+            tokens = torch.full_like(tokens, IGNORED)  # the draft wrote them: they are no examples
         with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
-            total = linear_cross_entropy(hidden, weight, labels[supervised])
-        if num_items_in_batch is None:
-            return total / supervised.sum().clamp(min=1)
+            distributions = self._distributions(inputs, supervised)
+            total, sums = linear_objective(hidden, projection, tokens, self.objective, distributions)
+        self._sums += sums
+        self._count += supervised.sum()
+        count = supervised.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         # The count covers all processes, over which DDP averages the gradients
-        return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
+        share = 1 if num_items_in_batch is None else self.accelerator.num_processes
+        loss = total / count.clamp(min=1) * share
+        return (loss, output) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Batches of a step, some of them answered by the draft itself; their tokens are counted anew."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.on_policy is None or not batches:
+            return batches, count
+        model = self.accelerator.unwrap_model(self.model)
+        with self.accelerator.autocast():
+            batches = self.on_policy.rewrite(model, batches, self.state.global_step)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add each loss's own mean per token since the last log, where there are several."""
+        if "loss" in logs and len(self.objective.weights) > 1:
+            means = (self.accelerator.reduce(self._sums) / self.accelerator.reduce(self._count)).tolist()
+            logs.update(dict(zip((f"loss/{name}" for name in self.objective.weights), means, strict=True)))
+        if "loss" in logs:
+            self._sums.zero_()
+            self._count.zero_()
+        super().log(logs, start_time)
 
 
 def draft_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Dataset,
+    collator: DraftCollator,
     arguments: SFTConfig,
     *,
-    freeze_embeddings: bool,
+    objective: Objective,
+    target: TargetOutput | None = None,
+    vocabulary: Tensor | None = None,
+    on_policy: OnPolicy | None = None,
+    freeze_embeddings: bool = False,
 ) -> DraftTrainer:
-    """A trainer over `examples` (input_ids, and labels that are −100 on the prompt).
+    """A trainer over the examples of `collator` (input_ids, labels that are −100 on the prompt, prompt_length).
 
-    `freeze_embeddings` keeps the token embeddings and the output projection as they are. Raises ConfigError on
-    packing, with which rows would attend to each other here.
+    A packed collator gets packs of up to `max_length` tokens. `freeze_embeddings` keeps the token embeddings and the
+    output projection as they are.
     """
-    if arguments.packing or arguments.padding_free:
-        raise ConfigError(
-            "packing and padding_free: examples would attend to each other; leave both out and set "
-            "train_sampling_strategy: group_by_length, which keeps padding small"
-        )
     if freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
         model.get_output_embeddings().requires_grad_(False)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # token ids and labels are final
-    return DraftTrainer(model, args=arguments, train_dataset=examples, processing_class=tokenizer)
+    arguments.remove_unused_columns = False
+    arguments.packing = False  # TRL's own would cut documents; ours are packed already
+    return DraftTrainer(
+        model,
+        num_tokens=len(tokenizer),
+        objective=objective,
+        target=target,
+        vocabulary=vocabulary,
+        on_policy=on_policy,
+        args=arguments,
+        train_dataset=schedule(collator.examples, arguments.max_length if collator.packed else None),
+        data_collator=collator,
+        processing_class=tokenizer,
+    )
