@@ -72,8 +72,9 @@ def limited(projection: Projection, vocabulary: Tensor | slice) -> Projection:
 class DraftTrainer(SFTTrainer):
     """SFTTrainer whose loss is `objective`, fused with the projection over supervised positions.
 
-    `num_tokens` is the tokenizer's size: ids from there on pad a vocabulary and count nowhere. `target` gives the target's distributions where the objective compares any; `vocabulary` [R] are the tokens that the
-    draft may propose, sorted; None is the tokenizer's whole vocabulary, without what pads it.
+    `num_tokens` is the tokenizer's size: ids from there on pad a vocabulary and count nowhere. `target` gives the
+    target's distributions where the objective compares any. `vocabulary` [R] are the tokens that the draft may propose,
+    sorted; None is all of them.
     """
 
     def __init__(
