@@ -104,6 +104,14 @@ def bootstrap_length_differences(
     return sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3]
 
 
+def bootstrap_gain_ratios(
+    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """(τ(candidate) − 1) / (τ(other) − 1) of paired resamplings, as `bootstrap_length_ratios`. [draws]"""
+    sums = _paired_sums(candidate, other, draws, seed)
+    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+
+
 def bootstrap_rate_ratios(
     pairs: Sequence[Sequence[float]], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
 ) -> np.ndarray:

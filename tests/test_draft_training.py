@@ -1,5 +1,8 @@
 """Training a draft model: the loss is TRL's, the prompt is not learned, a mean is over tokens and not over batches."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,3 +340,24 @@ def test_the_share_of_on_policy_batches_is_as_asked() -> None:
     draft, batch = make_tiny_llama(268), DraftCollator(examples([(3, 1)]), 0)([{"members": [0]}])
     made = [on_policy(0.3).rewrite(draft, [batch], step)[0] for step in range(300)]
     assert 0.2 < sum("on_policy" in b for b in made) / 300 < 0.4
+
+
+def test_t10_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
+    results = []
+    for name, launcher, batch, accumulation in (("one", [], 8, 1), ("two", launch, 4, 1), ("both", launch, 1, 4)):
+        output = tmp_path / name / "result.pt"
+        output.parent.mkdir()
+        script = [str(root / "tests" / "train_in_processes.py"), str(output), str(batch), str(accumulation)]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        done = subprocess.run(
+            [sys.executable, *launcher, *script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(output))
+    assert [result["processes"] for result in results] == [1, 2, 2]
+    expected = results[0]
+    for result in results[1:]:
+        assert (result["gradient"] - expected["gradient"]).norm() < 1e-6 * expected["gradient"].norm()
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -97,6 +97,7 @@ def _write(
     directory: Path, examples: Dataset, model: PreTrainedModel, bounds: list[tuple[int, int]], shards: list[int]
 ) -> None:
     total = sum(bounds[i][1] - bounds[i][0] for i in shards)
+    _check_choices(model, examples[0]["input_ids"])
     progress = iter(track(range(total), total, "target's states", logger))
     for shard in shards:
         members = examples.select(range(*bounds[shard]))
@@ -105,7 +106,6 @@ def _write(
             for index, rows in zip(batch, _states(model, [members[i] for i in batch]), strict=True):
                 states[index] = rows
                 next(progress, None)
-        _check_choices(model, members[0], states[0])
         with atomic_path(_shard_path(directory, shard)) as temporary:
             save_file({"states": torch.cat(states)}, temporary)
 
@@ -134,14 +134,13 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _check_choices(model: PreTrainedModel, row: dict[str, Any], states: Tensor) -> None:
-    """Raise ArtifactError unless the projection of the states has the scores of the target's own output."""
-    ids = torch.tensor([row["input_ids"]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, row["prompt_length"] - 1 : -1].float()
-    ours = model.get_output_embeddings()(states.to(model.device)).float()
-    chosen = ours.argmax(dim=-1, keepdim=True)
-    if bool(((logits.amax(dim=-1) - logits.gather(-1, chosen)[:, 0]) > 0.05 * logits.std(dim=-1)).any()):
+def _check_choices(model: PreTrainedModel, token_ids: list[int]) -> None:
+    """Raise ArtifactError unless the projection of the final states makes the target's own choices."""
+    ids = torch.tensor([token_ids], device=model.device)
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    ours = model.get_output_embeddings()(states).argmax(dim=-1)
+    if not torch.equal(ours, model(input_ids=ids, use_cache=False).logits.argmax(dim=-1)):
         raise ArtifactError(
             f"{type(model).__name__}: its last_hidden_state under its output projection does not give its own choices "
-            "(no final norm?), so its states cannot stand for its distribution; set cache_target_states: false"
+            "(no final norm?), so its states cannot stand for its distribution; set target_distribution: top"
         )

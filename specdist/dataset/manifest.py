@@ -17,6 +17,7 @@ from specdist.provenance import read_json, sha256_file, sha256_json
 from specdist.schema import ChatFormat, DatasetInputs, DatasetManifest, DistillRow, TargetIdentity
 
 MANIFEST_FILE = "manifest.json"
+GIVEN_ENGINE = "given"  # of a dataset whose answers no target wrote
 
 
 def dataset_fingerprint(inputs: DatasetInputs) -> str:

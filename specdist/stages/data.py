@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from specdist.dataset.distill import build_dataset
 from specdist.dataset.examples import training_examples
-from specdist.dataset.manifest import check_target, dataset_fingerprint, read_manifest, read_rows
+from specdist.dataset.manifest import GIVEN_ENGINE, check_target, dataset_fingerprint, read_manifest, read_rows
 from specdist.dataset.prompts import PromptSet
 from specdist.dataset.render import Renderer
 from specdist.evaluation.acceptance import EvalSet, EvalText, add_target_features
@@ -110,6 +110,12 @@ def training_data(run: Run, *, max_length: int) -> TrainingData:
         directory = Path(data.train_dataset)
         manifest = read_manifest(directory)
         check_target(directory, manifest, run.target.identity, data.chat_format())
+        if manifest.inputs.engine == GIVEN_ENGINE:
+            logger.warning(
+                "%s: the target did not write these answers; a draft that learns from them is accepted far less often, "
+                "so let the target answer the prompts instead (leave out train_dataset)",
+                directory,
+            )
         _report(directory, manifest)
     else:
         dtype = run.config.target.target_dtype
