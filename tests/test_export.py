@@ -9,8 +9,9 @@ from conftest import make_tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-from specdist.drafters.causal_lm import load_draft_model, prune_layers
+from specdist.drafters.causal_lm import load_draft_model
 from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
+from specdist.drafters.prune import prune_layers
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export import draft_model, medusa
 from specdist.export.record import EXPORT_FILE, ExportRecord, check_read_back, copy_tokenizer, read_record
