@@ -45,6 +45,9 @@ class DraftAdapter(PeftModelForCausalLM):
         if options.get("is_main_process", True):
             provenance.write_json(Path(save_directory) / ADAPTER_BASE, AdapterBase(_num_rows(self)).to_json())
 
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """Write none: PEFT's names the path of the base on this machine."""
+
 
 def _num_rows(model: nn.Module) -> int:
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator] # both kinds of model have it
