@@ -78,6 +78,7 @@ def main() -> int:
     train(
         run,
         lambda arguments: draft_trainer(
+            # PEFT's model has what the trainer asks of a model, but not its type
             trainable_draft(init, config.model, run.device, seed=config.training.seed),  # type: ignore[arg-type]
             run.target.tokenizer,
             examples,

@@ -211,16 +211,20 @@ def test_a_vocabulary_of_another_target_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_projection_is_cut_to_the_ids_and_the_embeddings_are_not(tied: bool) -> None:
+def test_the_projection_is_cut_to_the_ids_and_the_embeddings_are_not(tied: bool, tmp_path: Path) -> None:
+    target = target_with(tmp_path / "target", 60, tokenizer_of(60))
     model, ids = make_tiny_llama(60, seed=3), torch.tensor([3, 8, 20, 59])
     if tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
+    model.save_pretrained(tmp_path / "draft")
+    write_vocabulary(tmp_path / "draft", ids, 60)
+    reduced, vocabulary = load_for_drafting(tmp_path / "draft", target, torch.float32)
+    assert torch.equal(vocabulary.ids, ids)
+    assert reduced.get_input_embeddings().weight.shape[0] == 60
+    assert reduced.get_output_embeddings().weight.shape[0] == 4
     text = torch.tensor([[1, 55, 30, 59]])
     with torch.inference_mode():
-        full = model(text).logits
-        reduced = restrict_projection(model, DraftVocabulary(ids, 60))(text).logits
-    assert model.get_input_embeddings().weight.shape[0] == 60
-    torch.testing.assert_close(reduced, full[..., ids])
+        torch.testing.assert_close(reduced(text).logits, model(text).logits[..., ids])
 
 
 def test_a_projection_that_was_not_cut_is_refused() -> None:

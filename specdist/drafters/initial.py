@@ -98,7 +98,8 @@ def make_draft_model(
     """
     check_draft_model(arguments, target)
     if arguments.init != PRUNE:
-        return _external_draft(arguments.init, target), DraftOrigin(Path(arguments.init).name)
+        name = Path(arguments.init).name if Path(arguments.init).is_dir() else arguments.init
+        return _external_draft(arguments.init, target), DraftOrigin(name)
     full = target.load_model(torch.float32)
     layers, influence = choose_layers(arguments, full, sample_texts)
     logger.info("draft model: layers %s of %d of the target", layers, full.config.get_text_config().num_hidden_layers)
