@@ -8,15 +8,16 @@ Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
 
 from pathlib import Path
 
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from specdist.config import DraftArguments, RecipeConfig
-from specdist.drafters.causal_lm import (
-    DraftModelDrafter,
-    check_draft_model,
-    load_draft_model,
-    make_draft_model,
-)
+from specdist.dataset.token_statistics import completion_counts, sample_texts
+from specdist.drafters.causal_lm import DraftModelDrafter, load_draft_model, load_for_drafting, trainable_draft
+from specdist.drafters.initial import check_draft_model, write_initial_draft
+from specdist.drafters.vocabulary import DraftVocabulary, read_vocabulary
 from specdist.evaluation.acceptance import DraftModelScorer
 from specdist.export.draft_model import export_draft_model
 from specdist.provenance import atomic_directory
@@ -34,45 +35,54 @@ from specdist.training.draft import draft_trainer
 DEMO_CONFIG = "recipes/configs/smollm2-135m/draft.yaml"
 
 
-def initial_draft(run: Run) -> Path:
+def initial_draft(run: Run, examples: Dataset) -> Path:
     """The untrained draft model on disk, made once."""
     directory, arguments = run.directory / "init", run.config.model
     with run.state.main_process_first():
         if not directory.exists():
-            model = make_draft_model(arguments.init, arguments.draft_layers, run.target)
+            counts = completion_counts(examples, run.target.identity.vocab_size) if arguments.draft_vocab_size else None
             with atomic_directory(directory) as temporary:
-                model.save_pretrained(temporary)
+                write_initial_draft(temporary, arguments, run.target, sample_texts(examples), counts)
     return directory
+
+
+def draft_loader(run: Run) -> Loader:
+    """How a draft model is read from the run's checkpoints, and from its export, which stands alone."""
+
+    def load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, DraftVocabulary]:
+        base = None if path == run.export else run.directory / "init"
+        return load_for_drafting(path, run.target, dtype, run.device, base=base)
+
+    return Loader(
+        scorer=lambda path: DraftModelScorer(*load(path, dtype_of(run.config.target.eval_dtype))),
+        drafter=lambda path, target: DraftModelDrafter(*load(path, target.dtype)),
+    )
 
 
 def main() -> int:
     config: RecipeConfig = parse(DraftArguments, SFTConfig, default_config=DEMO_CONFIG)
 
     def check(target: Target) -> int:
-        return check_draft_model(config.model.init, config.model.draft_layers, target)
+        return check_draft_model(config.model, target)
 
     run = start(config, "draft_model", check=check)
     if run is None:
         return 0
-    eval_dtype, vocab_size = dtype_of(config.target.eval_dtype), run.target.identity.vocab_size
-    loader = Loader(
-        scorer=lambda path: DraftModelScorer(load_draft_model(path, eval_dtype, run.device), vocab_size),
-        drafter=lambda path, target: DraftModelDrafter(load_draft_model(path, target.dtype, run.device), vocab_size),
-    )
-
+    loader = draft_loader(run)
     data = training_data(run, max_length=config.training.max_length)
     eval_sets = evaluation_data(run, need_states=False)
     if config.release.only_data:
         return 0
 
-    init = initial_draft(run)
+    init = initial_draft(run, data.examples)
     primary_acceptance(run, lambda: loader.scorer(init), eval_sets, step=0)
     train(
         run,
         lambda arguments: draft_trainer(
-            load_draft_model(init, dtype_of("float32"), run.device),
+            trainable_draft(init, config.model, run.device, seed=config.training.seed),
             run.target.tokenizer,
             arguments=arguments,
+            vocabulary=read_vocabulary(init),
             freeze_embeddings=config.model.freeze_embeddings,
             **vars(distillation(run, data)),
         ),
@@ -82,12 +92,13 @@ def main() -> int:
 
     if run.is_main and not run.export.exists():
         export_draft_model(
-            load_draft_model(best, dtype_of("float32")),
+            load_draft_model(best, dtype_of("float32"), base=init),
             run.target,
             run.export,
             dtype=dtype_of(config.target.target_dtype),
             num_speculative_tokens=config.evaluation.num_speculative_tokens,
             checkpoint_step=checkpoint_step(best),
+            vocabulary_ids=read_vocabulary(init),
         )
     run.state.wait_for_everyone()
     return release(run, assess_export(run, loader, eval_sets, points, data.manifest))

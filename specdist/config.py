@@ -16,6 +16,7 @@ from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+LAYER_RULES = ("even", "ends", "importance")
 # What may differ between two runs into one output directory: it decides what is shown, not what is made.
 VOLATILE_KEYS = frozenset(
     {
@@ -255,7 +256,7 @@ class DataArguments:
 
 @dataclass
 class DraftArguments:
-    """The draft model before training."""
+    """The draft model before training, and what of it is trained."""
 
     init: str = field(
         default="prune", metadata={"help": "prune: cut from the target; else a causal LM with the target's tokenizer."}
@@ -263,9 +264,54 @@ class DraftArguments:
     draft_layers: list[int] = field(
         default_factory=list, metadata={"help": "For prune: the target's layers to keep, counted from 0."}
     )
+    draft_layer_rule: str | None = field(
+        default=None,
+        metadata={"help": "For prune, in place of draft_layers: even, ends, importance (measured on training text)."},
+    )
+    num_draft_layers: int = field(default=0, metadata={"help": "How many layers draft_layer_rule keeps."})
+    draft_vocab_size: int = field(
+        default=0, metadata={"help": "Draft only so many of the target's most frequent tokens; 0 is all."}
+    )
     freeze_embeddings: bool = field(
         default=False, metadata={"help": "Leave the token embeddings and the output projection as they are."}
     )
+    lora_rank: int = field(default=0, metadata={"help": "Train low-rank adapters of this rank; 0 trains the weights."})
+    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters, while training."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the modules that get adapters; all-linear: all but the output projection."},
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Train the adapters on a base in 4 bits (NF4, bitsandbytes; GPU only)."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.draft_layer_rule is not None:
+            _check_choice("draft_layer_rule", self.draft_layer_rule, LAYER_RULES)
+        if self.draft_layers and self.draft_layer_rule:
+            raise ConfigError(
+                f"draft_layers {self.draft_layers} and draft_layer_rule {self.draft_layer_rule}: both choose the "
+                "layers; leave one out"
+            )
+        if (self.draft_layer_rule is None) != (self.num_draft_layers == 0):
+            raise ConfigError(
+                f"draft_layer_rule {self.draft_layer_rule} with num_draft_layers {self.num_draft_layers}: "
+                "a rule needs a number of 1 or more, and a number needs a rule"
+            )
+        _check_range("draft", "num_draft_layers", self.num_draft_layers, 0, 10_000)
+        _check_range("draft", "draft_vocab_size", self.draft_vocab_size, 0, 10_000_000)
+        _check_range("draft", "lora_rank", self.lora_rank, 0, 65_536)
+        _check_range("draft", "lora_alpha", self.lora_alpha, 1, 1_000_000)
+        _check_range("draft", "lora_dropout", self.lora_dropout, 0.0, 0.99)
+        if not self.lora_target_modules or (
+            "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1
+        ):
+            raise ConfigError(
+                f"lora_target_modules {self.lora_target_modules}: expected all-linear alone, or names of modules"
+            )
+        if self.load_in_4bit and not self.lora_rank:
+            raise ConfigError("load_in_4bit: weights in 4 bits cannot be trained; set lora_rank as well")
 
 
 @dataclass

@@ -6,8 +6,9 @@ from conftest import make_tiny_llama
 
 from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
-from specdist.drafters.causal_lm import DraftModelDrafter, prune_layers
+from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.drafters.heads import MedusaDrafter, MedusaHeads
+from specdist.drafters.prune import prune_layers
 from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, replay_counts, target_pass
 from specdist.metrics import summarize
 from specdist.schema import DistillRow, SamplingSpec

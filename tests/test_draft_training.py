@@ -66,6 +66,7 @@ def make_trainer(
         make_tiny_tokenizer(),
         DraftCollator(rows, 0, **(collate or {})),
         arguments,
+        num_tokens=268,
         objective=objective,
         target=target,
         vocabulary=vocabulary,

@@ -7,10 +7,19 @@ import pytest
 import torch
 from conftest import make_tiny_llama
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from specdist.drafters.causal_lm import load_draft_model, prune_layers
+from specdist.drafters.causal_lm import load_draft_model, load_for_drafting
 from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
+from specdist.drafters.prune import prune_layers
+from specdist.drafters.vocabulary import VOCABULARY_FILE
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export import draft_model, medusa
 from specdist.export.record import EXPORT_FILE, ExportRecord, check_read_back, copy_tokenizer, read_record
@@ -139,6 +148,60 @@ def test_x7_another_vocabulary_size_is_refused(target: Target, tmp_path: Path) -
     with pytest.raises(ConfigError, match="vocab_size 269 != target vocab_size 268"):
         export_draft(target, tmp_path / "export", model)
     assert not (tmp_path / "export").exists()
+
+
+def padded_target(directory: Path, tokenizer: PreTrainedTokenizerFast) -> Target:
+    """A target of 280 rows for the tokenizer's 268 ids."""
+    model = make_tiny_llama(280)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return open_target(str(directory))
+
+
+def test_x7_t5_no_engine_can_propose_the_padding_of_an_export(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    target = padded_target(tmp_path / "target", tiny_tokenizer)
+    model = prune_layers(target.load_model(torch.float32), [1]).eval()
+    with torch.no_grad():
+        model.lm_head.weight[268:] = 50 * model.lm_head.weight[:1]
+    export_draft(target, tmp_path / "export", model)
+    ids = torch.randint(0, 268, (1, 300), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before, after = (m(ids).logits[0] for m in (model, load_draft_model(tmp_path / "export", torch.float32)))
+    assert after.shape == (300, 280)
+    assert int(before.argmax(-1).max()) >= 268
+    assert int(after.argmax(-1).max()) < 268
+    assert torch.equal(after[:, :268], before[:, :268])
+
+
+def test_a_reduced_vocabulary_is_exported_beside_the_full_projection(target: Target, tmp_path: Path) -> None:
+    model, ids = prune_layers(target.load_model(torch.float32), [1]).eval(), torch.tensor([4, 9, 200, 265, 267])
+    record = draft_model.export_draft_model(
+        model,
+        target,
+        tmp_path / "export",
+        dtype=torch.float32,
+        num_speculative_tokens=4,
+        checkpoint_step=7,
+        vocabulary_ids=ids,
+    )
+    # Engines read every safetensors file of a directory as weights
+    assert [p.name for p in (tmp_path / "export").glob("*.safetensors")] == ["model.safetensors"]
+    assert load_file(tmp_path / "export/model.safetensors")["lm_head.weight"].shape == (268, HIDDEN)
+    assert VOCABULARY_FILE in read_record(tmp_path / "export").files
+    assert [x for x in record.known_limits if "5 of 268" in x]
+    ours, vocabulary = load_for_drafting(tmp_path / "export", target, torch.float32)
+    assert torch.equal(vocabulary.ids, ids)
+    with torch.inference_mode():
+        assert torch.equal(load_draft_model(tmp_path / "export", torch.float32)(TEXT).logits, model(TEXT).logits)
+        torch.testing.assert_close(ours(TEXT).logits, model(TEXT).logits[..., ids])
+
+
+def test_a_full_vocabulary_has_no_such_limit(target: Target, tmp_path: Path) -> None:
+    assert not [x for x in export_draft(target, tmp_path / "export").known_limits if "vocabulary" in x]
+    assert not (tmp_path / "export" / VOCABULARY_FILE).exists()
 
 
 def test_x10_the_exported_eos_set_is_the_targets(target: Target, tmp_path: Path) -> None:

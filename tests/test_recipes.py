@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from specdist.registry.store import Registry
 
@@ -138,6 +139,31 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert verdict["reason"]
 
 
+def test_measured_layers_a_reduced_vocabulary_and_adapters_go_through_the_chain(target: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "recipes/configs/tiny/draft.yaml").read_text())
+    del config["draft_layers"]
+    config |= {"draft_layer_rule": "importance", "num_draft_layers": 2, "draft_vocab_size": 128, "lora_rank": 8}
+    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(config))
+    result = run(command("draft", target, tmp_path, "--config", str(tmp_path / "draft.yaml")))
+    assert result.returncode in (0, 3, 4), result.stderr
+
+    origin = json.loads((tmp_path / "run/init/origin.json").read_text())
+    best = sorted(range(4), key=lambda layer: -origin["block_influence"][layer])[:2]
+    assert origin["layers"] == sorted(best)
+    checkpoints = list((tmp_path / "run/checkpoints").glob("checkpoint-*"))
+    assert checkpoints
+    assert all([p.name for p in c.glob("*.safetensors")] == ["adapter_model.safetensors"] for c in checkpoints)
+    assert "adapters merged: logits differ by" in result.stderr
+
+    export = tmp_path / "run/export"
+    assert [p.name for p in export.glob("*.safetensors")] == ["model.safetensors"]
+    assert len(json.loads((export / "draft_vocabulary.json").read_text())["token_ids"]) == 128
+    assert any("128 of 259" in limit for limit in json.loads((export / "export.json").read_text())["known_limits"])
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert [c["passed"] for c in report["certifications"]] == [True, True]
+    assert report["fidelity"]["num_identical"] == report["fidelity"]["num_prompts"]
+
+
 def test_two_processes_and_another_batch_size_write_the_same_rows(target: Path, tmp_path: Path) -> None:
     """The embedded engine in float32, greedy and sampled; `--only_data` stops before training."""
     digests = []
@@ -171,6 +197,9 @@ def test_two_processes_and_another_batch_size_write_the_same_rows(target: Path, 
         (["--eval_prompts", "data/prompts/train"], "prompts are in both"),
         (["--registry", "/dev/null/registry"], "/dev/null"),
         (["--draft_layers", "9"], "draft_layers"),
+        (["--draft_vocab_size", "9999"], "draft_vocab_size = 9999: expected 1"),
+        (["--lora_rank", "4", "--lora_target_modules", "query"], "the draft has no 'query'"),
+        (["--lora_rank", "4", "--load_in_4bit", "true"], "load_in_4bit: "),
     ],
 )
 def test_bad_input_is_one_clear_line_and_makes_nothing(

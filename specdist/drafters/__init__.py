@@ -1,1 +1,2 @@
-"""Everything that proposes tokens: one file per kind, one interface (`base`), one file format (`checkpoint`)."""
+"""Everything that proposes tokens, behind one interface (`base`): a draft model at work (`causal_lm`), Medusa heads
+(`heads`). A draft model is made by `initial`, of `prune`, `vocabulary` and `adapter`."""

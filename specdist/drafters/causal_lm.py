@@ -1,134 +1,127 @@
-"""Owns the draft model: a small causal LM that shares the target's tokenizer. Makes it, checks it, drafts with it.
+"""Owns the draft model at work: a small causal LM that shares the target's tokenizer. Loads it, drafts with it.
 
-Shapes: N drafted tokens, V vocabulary of the target.
+Shapes: N drafted tokens, V vocabulary of the target, R ids that the draft may propose.
 """
 
-import copy
-import logging
 from pathlib import Path
 
 import torch
+from peft import PeftModel, prepare_model_for_kbit_training
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, PreTrainedModel
 
+from specdist.config import DraftArguments
+from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
 from specdist.drafters.base import DecodeContext, Proposal
-from specdist.errors import ArtifactError, ConfigError, TokenizerMismatch
+from specdist.drafters.vocabulary import (
+    DraftVocabulary,
+    read_vocabulary,
+    restrict_projection,
+    shared_vocabulary_size,
+)
+from specdist.errors import ArtifactError, ConfigError
 from specdist.target import Target, cache_argument
 from specdist.verify import sample, served_logprobs
 
-logger = logging.getLogger(__name__)
 
-
-def _check_layers(layers: list[int], available: int) -> None:
-    if not layers or len(set(layers)) != len(layers) or not all(0 <= layer < available for layer in layers):
-        raise ConfigError(f"draft_layers {layers}: expected one or more different layers, 0 to {available - 1}")
-
-
-def _pruned_config(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig:
-    pruned = copy.deepcopy(config)
-    pruned.num_hidden_layers = len(layers)
-    if getattr(pruned, "layer_types", None):
-        pruned.layer_types = [config.layer_types[layer] for layer in layers]
-    return pruned
-
-
-def prune_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A draft model from the target's own embeddings, norm, output projection and the named decoder layers, in order.
-
-    Raises ConfigError on an index that the target lacks and on a model whose layers are not in `model.layers`.
-    """
-    _check_layers(layers, target.config.get_text_config().num_hidden_layers)
-    config = _pruned_config(target.config, layers)
-    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    origin = {f"model.layers.{i}.": f"model.layers.{layer}." for i, layer in enumerate(layers)}
-    source = target.state_dict()
-    state = {}
-    for name in draft.state_dict():
-        prefix = ".".join(name.split(".")[:3]) + "."
-        origin_name = origin[prefix] + name.removeprefix(prefix) if prefix in origin else name
-        if origin_name not in source:
-            raise ConfigError(
-                f"init prune: {type(target).__name__} has no tensor {origin_name}; "
-                "pruning knows models whose decoder layers are model.layers.N: name a draft model instead (--init)"
-            )
-        state[name] = source[origin_name]
-    draft.load_state_dict(state)
-    draft.generation_config = copy.deepcopy(target.generation_config)
-    return draft
-
-
-def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, draft_name: str) -> None:
-    """Raise TokenizerMismatch, naming the first differing token, unless both map every token to the same id."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    token = min(
-        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
-        key=lambda t: (min(ours.get(t, 1 << 60), theirs.get(t, 1 << 60)), t),
-    )
-    raise TokenizerMismatch(
-        f"draft model {draft_name}: its tokenizer differs from the target's, first at token {token!r}: "
-        f"target id {ours.get(token)}, draft id {theirs.get(token)} ({len(ours)} and {len(theirs)} tokens in all). "
-        "Acceptance compares token ids, so both must share one tokenizer: take a draft model of the target's family, "
-        "or --init prune"
-    )
-
-
-def load_draft_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Load a causal LM for drafting, in evaluation mode. Raises ArtifactError where it cannot be read."""
+def _load(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str, quantisation: BitsAndBytesConfig | None = None
+) -> PreTrainedModel:
+    options = {"quantization_config": quantisation} if quantisation else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map={"": device})
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map={"": device}, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"draft model {path}: cannot be loaded ({error})") from error
     return model.eval()
 
 
-def check_draft_model(init: str, layers: list[int], target: Target) -> int:
-    """Check, without loading weights, that `init` can be made for `target`; returns its size in bytes in fp32.
+def load_draft_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", *, base: Path | None = None
+) -> PreTrainedModel:
+    """Load a causal LM with its full vocabulary, in evaluation mode.
 
-    Raises TokenizerMismatch, ArtifactError (no such model) or ConfigError (no such layer).
+    A checkpoint of adapters is merged into `base`, the run's initial draft, in float32, whatever it was trained on.
+    Raises ArtifactError where it cannot be read, or where the adapters do not fit.
     """
-    if init == "prune":
-        config = target.config
-        _check_layers(layers, config.get_text_config().num_hidden_layers)
-        config = _pruned_config(config, layers)
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(init)
-            config = AutoConfig.from_pretrained(init)
-        except (OSError, ValueError) as error:
-            raise ArtifactError(
-                f"init {init!r}: no causal LM with a tokenizer can be read from it ({error})"
-            ) from error
-        check_same_tokenizer(target.tokenizer, tokenizer, init)
-    with torch.device("meta"):
-        return 4 * AutoModelForCausalLM.from_config(config).num_parameters()
+    if not (Path(path) / ADAPTER_CONFIG).exists():
+        return _load(path, dtype, device)
+    if base is None:
+        raise ArtifactError(f"draft model {path}: holds adapters only; give the initial draft that they belong to")
+    merged = merge_adapter(load_adapter(_load(base, torch.float32, device), Path(path)))
+    return merged.to(dtype).eval()  # type: ignore[arg-type] # its wrapper in transformers has no usable type
 
 
-def make_draft_model(init: str, layers: list[int], target: Target) -> PreTrainedModel:
-    """The draft model to train, in fp32: `init` "prune" cuts it from the target, else it names any causal LM.
+def trainable_draft(
+    init: Path, arguments: DraftArguments, device: torch.device | str, *, seed: int = 0
+) -> PreTrainedModel | PeftModel:
+    """The initial draft in directory `init` as it is trained: whole in fp32, or with adapters on a frozen base.
 
-    A vocabulary that differs in padding is brought to the target's size, since engines compare sizes; rows that are
-    added have zero weights. Raises as `check_draft_model`.
+    `seed` draws the adapters' initial values. Raises ConfigError where the adapters do not fit (`check_adapters`).
     """
-    check_draft_model(init, layers, target)
-    if init == "prune":
-        return prune_layers(target.load_model(torch.float32), layers)
-    model = load_draft_model(init, torch.float32)
-    before, vocab_size = model.config.get_text_config().vocab_size, target.identity.vocab_size
-    if before != vocab_size:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        for rows in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
-            rows.data[before:] = 0.0
-    return model
+    if not arguments.lora_rank:
+        return load_draft_model(init, torch.float32, device)
+    if not arguments.load_in_4bit:
+        return add_adapters(load_draft_model(init, torch.float32, device), arguments, seed=seed)
+    check_4bit()
+    # QLoRA (Dettmers et al. 2023): NF4 with quantised constants, products in bf16
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = prepare_model_for_kbit_training(
+        _load(init, torch.bfloat16, device, four_bit),
+        use_gradient_checkpointing=False,  # the trainer's own setting decides
+    )
+    return add_adapters(base, arguments, seed=seed)
+
+
+def load_for_drafting(
+    path: Path, target: Target, dtype: torch.dtype, device: torch.device | str = "cpu", *, base: Path | None = None
+) -> tuple[PreTrainedModel, DraftVocabulary]:
+    """A draft model and the ids that it may propose: for `DraftModelDrafter` and `DraftModelScorer`.
+
+    `base`: the run's initial draft, for a checkpoint: its reduced vocabulary (and what its adapters need) lies there.
+    With a reduced vocabulary the projection has its rows alone, [R, D]. Raises as `load_draft_model`, and
+    ArtifactError where the vocabulary belongs to another target.
+    """
+    model = load_draft_model(path, dtype, device, base=base)
+    vocabulary = draft_vocabulary(base or path, target).to(model.device)
+    return restrict_projection(model, vocabulary), vocabulary
+
+
+def draft_vocabulary(directory: Path, target: Target) -> DraftVocabulary:
+    """The ids that the draft model in `directory` may propose: its reduced vocabulary, else all of the tokenizer's.
+
+    Raises ArtifactError where the file there names ids that the target's tokenizer lacks.
+    """
+    shared, ids = shared_vocabulary_size(target), read_vocabulary(directory)
+    if ids is None:
+        return DraftVocabulary.first(shared, target.identity.vocab_size)
+    if int(ids[-1]) >= shared:
+        raise ArtifactError(
+            f"{directory}: its draft vocabulary has id {int(ids[-1])}, the target's tokenizer ends at {shared - 1}; "
+            "it belongs to another target"
+        )
+    return DraftVocabulary(ids, target.identity.vocab_size)
+
+
+def fitted_vocabulary(model: PreTrainedModel, vocabulary: DraftVocabulary | int) -> DraftVocabulary:
+    """`vocabulary` on the device of `model`, whose logits have a column for each of its ids; an int V is all below V.
+
+    Of a model with fewer rows than V those that there are can be proposed. Raises ConfigError where the ids are a
+    reduced set and the projection has not been cut to them (`restrict_projection`).
+    """
+    rows = model.get_output_embeddings().weight.shape[0]
+    if isinstance(vocabulary, int):
+        vocabulary = DraftVocabulary.first(vocabulary, vocabulary)
+    if not vocabulary.is_prefix and rows != len(vocabulary):
+        raise ConfigError(
+            f"draft model with {rows} vocabulary rows for a reduced vocabulary of {len(vocabulary)}: "
+            "open it by load_for_drafting"
+        )
+    return DraftVocabulary(vocabulary.ids[:rows].to(model.device), vocabulary.size)
 
 
 class DraftModelDrafter:
@@ -136,23 +129,22 @@ class DraftModelDrafter:
 
     max_draft_tokens: int | None = None
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
-        """`vocab_size`: the target's; ids at or above it (padding rows) are never proposed."""
+    def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | int) -> None:
+        """`vocabulary`: the ids that may be proposed, or the target's V for all below it."""
         self.model = model
-        self.vocab_size = vocab_size
+        self.vocabulary = fitted_vocabulary(model, vocabulary)
         self.reset()
 
     def reset(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
 
     def _logits(self, token_ids: list[int]) -> Tensor:
-        """Next-token logits [V] after feeding what the cache does not hold yet."""
+        """Next-token logits [R] after feeding what the cache does not hold yet."""
         fresh = torch.tensor([token_ids[self.cache.get_seq_length() :]], device=self.model.device)
         output = self.model(
             input_ids=fresh, **{cache_argument(self.model): self.cache}, use_cache=True, logits_to_keep=1
         )
-        logits = output.logits[0, -1, : self.vocab_size].float()
-        return torch.nn.functional.pad(logits, (0, self.vocab_size - len(logits)), value=-torch.inf)  # [V]
+        return output.logits[0, -1, : len(self.vocabulary)].float()
 
     @torch.inference_mode()
     def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
@@ -160,12 +152,13 @@ class DraftModelDrafter:
         for _ in range(max_tokens):
             logits = self._logits(tokens)
             if context.draft_sampling is None:
-                tokens.append(int(logits.argmax()))
+                column = logits.argmax()
             else:
                 rows.append(served_logprobs(logits, context.draft_sampling).exp())
-                tokens.append(int(sample(rows[-1], context.generator)))
+                column = sample(rows[-1], context.generator)
+            tokens.append(int(self.vocabulary.ids[column]))
         drafted = torch.tensor(tokens[len(context.token_ids) :])
-        return Proposal(drafted, torch.stack(rows) if rows else None)
+        return Proposal(drafted, self.vocabulary.spread(torch.stack(rows)) if rows else None)
 
     def commit(self, num_committed: int, target_hidden: Tensor) -> None:
         # The newest token has not been fed. The last draft never was either, so there may be nothing to cut.

@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdist import metrics, provenance
+from specdist.drafters.causal_lm import fitted_vocabulary
 from specdist.drafters.heads import MedusaHeads
+from specdist.drafters.vocabulary import DraftVocabulary
 from specdist.errors import ConfigError
 from specdist.progress import track
 from specdist.replay import chain_accept, replay
@@ -140,16 +142,20 @@ class DraftModelScorer:
 
     max_speculative_tokens = MAX_SPECULATIVE_TOKENS
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
-        self.model, self.vocab_size = model, vocab_size
+    def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | int) -> None:
+        """`vocabulary`: the ids that may be proposed, or the target's V for all below it."""
+        self.model, self.vocabulary = model, fitted_vocabulary(model, vocabulary)
 
     @torch.inference_mode()
     def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
         row = text.row
         length = len(row.completion_ids)
         _, logits = forward_block(self.model, row.prompt_ids + row.completion_ids[:-1], None, logits_to_keep=length)
-        chosen = torch.tensor(row.completion_ids, device=logits.device)
-        accepts = _token_accept(logits[:, : self.vocab_size], chosen, text.logprobs, sampling)
+        logits = logits[:, : len(self.vocabulary)]  # [L, R]
+        columns, known = self.vocabulary.columns(torch.tensor(row.completion_ids, device=logits.device))
+        accepts = _token_accept(logits, columns, text.logprobs, sampling)
+        # A token outside the draft's vocabulary is never proposed
+        accepts = {m: a * known.cpu() for m, a in accepts.items()}
         return {m: chain_accept(a[None], self.max_speculative_tokens)[0] for m, a in accepts.items()}
 
 

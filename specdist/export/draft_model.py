@@ -5,9 +5,11 @@ import copy
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdist import provenance
+from specdist.drafters.vocabulary import VOCABULARY_FILE, mute_padding, shared_vocabulary_size, write_vocabulary
 from specdist.errors import ConfigError
 from specdist.export.record import ExportRecord, check_read_back, copy_tokenizer, write_record
 from specdist.target import Target
@@ -29,6 +31,17 @@ def _mirror_legacy_keys(directory: Path) -> None:
     provenance.write_json(directory / "config.json", config)
 
 
+def _known_limits(vocab_size: int, vocabulary_ids: Tensor | None) -> list[str]:
+    limits = ["vLLM needs the same tensor parallelism for draft and target"]
+    if vocabulary_ids is not None:
+        limits.append(
+            f"acceptance and speed were measured with a draft vocabulary of {len(vocabulary_ids)} of {vocab_size} "
+            f"tokens ({VOCABULARY_FILE}), which specdist's decoder reads and engines do not: they draft with all "
+            "tokens, pay for the full projection, and can propose tokens that training left out"
+        )
+    return limits
+
+
 def export_draft_model(
     model: PreTrainedModel,
     target: Target,
@@ -37,8 +50,12 @@ def export_draft_model(
     dtype: torch.dtype,
     num_speculative_tokens: int,
     checkpoint_step: int,
+    vocabulary_ids: Tensor | None = None,
 ) -> ExportRecord:
     """Write `model` in `dtype` with the target's tokenizer and EOS set to `directory`, atomically.
+
+    The projection has all rows of the target's vocabulary; those that are padding are made so that no engine proposes
+    them (`mute_padding`). A reduced vocabulary, `vocabulary_ids` [R], is written beside it for our own decoder.
 
     Raises ConfigError where the vocabulary sizes differ (vLLM compares them), ArtifactError on a failed read-back.
     """
@@ -51,6 +68,7 @@ def export_draft_model(
     eos = target.identity.eos_token_ids
     # A copy, since `to` would convert the caller's own model. Its wrapper in transformers has no usable type.
     model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
+    mute_padding(model, shared_vocabulary_size(target))
     # Engines go by the key and drop the projection where it says tied, whatever the tensors are.
     model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.config.eos_token_id = eos[0] if len(eos) == 1 else eos
@@ -66,6 +84,8 @@ def export_draft_model(
         model.save_pretrained(temporary)
         copy_tokenizer(target.path, temporary)
         _mirror_legacy_keys(temporary)
+        if vocabulary_ids is not None:
+            write_vocabulary(temporary, vocabulary_ids, vocab_size)
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
         check_read_back(temporary, {name: t for name, t in model.state_dict().items() if name not in tied})
         return write_record(
@@ -79,6 +99,6 @@ def export_draft_model(
                 checkpoint_step=checkpoint_step,
                 speculative_config=speculative_config(".", num_speculative_tokens),
                 engines={"vllm": "0.32.0 (draft_model)", "transformers": "5 (assistant_model)"},
-                known_limits=["vLLM needs the same tensor parallelism for draft and target"],
+                known_limits=_known_limits(vocab_size, vocabulary_ids),
             ),
         )

@@ -10,6 +10,7 @@ from functools import cache
 from transformers import PreTrainedModel
 
 from specdist.dataset.features import TargetStates, target_states
+from specdist.drafters.vocabulary import shared_vocabulary_size
 from specdist.losses import Objective
 from specdist.stages.data import TrainingData
 from specdist.stages.run import Run
@@ -22,6 +23,7 @@ from specdist.training.on_policy import OnPolicy
 class Distillation:
     """What `draft_trainer` needs beside the model and the trainer's arguments."""
 
+    num_tokens: int
     objective: Objective
     collator: DraftCollator
     target: TargetOutput | None
@@ -61,4 +63,4 @@ def distillation(run: Run, data: TrainingData) -> Distillation:
         states=states,
         top=asked.needs_target and not full,
     )
-    return Distillation(objective, collator, target, on_policy)
+    return Distillation(shared_vocabulary_size(run.target), objective, collator, target, on_policy)

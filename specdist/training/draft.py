@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +80,7 @@ class DraftTrainer(SFTTrainer):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         *,
         num_tokens: int,
         objective: Objective,
@@ -180,11 +181,12 @@ class DraftTrainer(SFTTrainer):
 
 
 def draft_trainer(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     collator: DraftCollator,
     arguments: SFTConfig,
     *,
+    num_tokens: int,
     objective: Objective,
     target: TargetOutput | None = None,
     vocabulary: Tensor | None = None,
@@ -204,7 +206,7 @@ def draft_trainer(
     arguments.packing = False  # TRL's own would cut documents; ours are packed already
     return DraftTrainer(
         model,
-        num_tokens=len(tokenizer),
+        num_tokens=num_tokens,
         objective=objective,
         target=target,
         vocabulary=vocabulary,
