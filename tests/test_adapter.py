@@ -26,7 +26,9 @@ from specdist.drafters.adapter import (
 from specdist.drafters.causal_lm import load_draft_model, load_for_drafting, trainable_draft
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export.draft_model import export_draft_model
+from specdist.losses import Objective
 from specdist.target import Target, open_target
+from specdist.training.batches import DraftCollator
 from specdist.training.callbacks import CheckpointAcceptance, run_training
 from specdist.training.draft import draft_trainer
 
@@ -68,10 +70,14 @@ def make_trainer(init: Path, directory: Path, arguments: DraftArguments = LORA, 
         "disable_tqdm": True,
     }
     model = trainable_draft(init, arguments, "cpu", seed=5)
-    trainer = draft_trainer(
-        model, make_tiny_tokenizer(), examples(), SFTConfig(**{**settings, **extra}), freeze_embeddings=False
+    return draft_trainer(
+        model,
+        make_tiny_tokenizer(),
+        DraftCollator(examples(), 0),
+        SFTConfig(**{**settings, **extra}),
+        num_tokens=268,
+        objective=Objective({"cross_entropy": 1.0}),
     )
-    return trainer
 
 
 def train(trainer, resume_from: Path | None = None) -> None:

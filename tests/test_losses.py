@@ -245,3 +245,15 @@ def test_a_reduced_vocabulary_keeps_the_targets_own_probabilities() -> None:
     draft[:, kept] = (logits / 0.7).softmax(dim=-1)
     expected = 1.0 - torch.minimum(full.logprobs(slice(None), 0.7).exp(), draft).sum(dim=-1)
     torch.testing.assert_close(overlap[0], expected)
+
+
+def test_best_tokens_that_the_draft_cannot_propose_are_lost_mass() -> None:
+    full, kept = full_target(12), torch.arange(0, V, 2)
+    places = torch.full((V,), len(kept))
+    places[kept] = torch.arange(len(kept))
+    top = top_target(full, V - 1)
+    top = replace(top, ids=places[top.ids], partial=True)
+    objective, labels = Objective({"total_variation": 1.0}, 1.0), torch.zeros(12, dtype=torch.long)
+    logits = torch.randn(12, len(kept), generator=torch.Generator().manual_seed(1))
+    exact = position_losses(objective, logits, labels, replace(full, vocabulary=kept), slice(None))
+    torch.testing.assert_close(position_losses(objective, logits, labels, top, slice(None)), exact, atol=2e-2, rtol=0)

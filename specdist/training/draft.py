@@ -115,8 +115,7 @@ class DraftTrainer(SFTTrainer):
         if not self.objective.needs_target:
             return None
         if "top_ids" in inputs:
-            ids = inputs["top_ids"] if self.places is None else self.places[inputs["top_ids"]]
-            return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"])
+            return self._top_target(inputs)
         if self.target is None:
             raise ConfigError(f"objective {list(self.objective.weights)}: needs the target's distributions")
         projection = self.target.projection
@@ -124,6 +123,14 @@ class DraftTrainer(SFTTrainer):
             projection = limited(projection, slice(self.num_tokens))
         vocabulary = None if self.vocabulary is None else self.vocabulary.to(supervised.device)
         return FullTarget(self.target.states(inputs, supervised), projection, vocabulary)
+
+    def _top_target(self, inputs: dict[str, Tensor]) -> TopTarget:
+        ids = inputs["top_ids"]
+        if self.vocabulary is None or self.places is None:
+            return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"])
+        ids = self.places[ids]
+        ids = ids.masked_fill(ids == IGNORED, len(self.vocabulary))
+        return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"], partial=True)
 
     def compute_loss(
         self,
