@@ -362,3 +362,12 @@ def test_t10_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
     for result in results[1:]:
         assert (result["gradient"] - expected["gradient"]).norm() < 1e-6 * expected["gradient"].norm()
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_sharded_draft_has_the_gradient_of_a_whole_one() -> None:
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    script = str(root / "tests" / "shard_in_processes.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
@@ -54,7 +54,7 @@ def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Proje
     Raises ConfigError on a weight sharded otherwise, which cannot be read outside the model's forward.
     """
     head, text = model.get_output_embeddings(), config.get_text_config()
-    weight = head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
+    weight = _gathered(head.weight) if isinstance(head.weight, DTensor) else head.weight
     if weight.dim() != 2 or weight.shape[0] < text.vocab_size:
         raise ConfigError(
             "the draft's output projection is sharded in a way that hides its rows (FSDP1, DeepSpeed ZeRO-3): use DDP, "
@@ -62,6 +62,15 @@ def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Proje
         )
     scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
     return Projection(weight, getattr(head, "bias", None), scale, getattr(text, "final_logit_softcapping", None))
+
+
+def _gathered(weight: DTensor) -> Tensor:
+    """All rows of a sharded weight; processes average its gradient, as FSDP does with those of its own forward."""
+    mesh = weight.device_mesh
+    full: Tensor = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
 
 
 def limited(projection: Projection, vocabulary: Tensor | slice) -> Projection:
