@@ -158,8 +158,9 @@ class TopTarget:
     """The target's K best tokens as stored, and all others as one event.
 
     `ids` [N, K] (places among the draft's R logits; R stands for a token that it cannot propose, `partial` says that
-    there may be some), `top_logprobs` [N, K] at temperature 1, best first, `tail_mass` [N]. At a temperature T < 1 the others' mass is taken at its upper bound, tail_mass · p_K^(1/T − 1), since none of them
-    is more probable than the K-th token.
+    there may be some), `top_logprobs` [N, K] at temperature 1, best first, `tail_mass` [N]. At a temperature T < 1 the
+    others' mass is taken at its upper bound, tail_mass · p_K^(1/T − 1), since none of them is more probable than the
+    K-th token.
     """
 
     ids: Tensor
