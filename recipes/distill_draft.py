@@ -13,8 +13,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl import SFTConfig
 
-from specdist.config import DraftArguments, RecipeConfig
+from specdist.config import RecipeConfig
 from specdist.dataset.token_statistics import completion_counts, sample_texts
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.causal_lm import DraftModelDrafter, load_draft_model, load_for_drafting, trainable_draft
 from specdist.drafters.initial import check_draft_model, write_initial_draft
 from specdist.drafters.vocabulary import DraftVocabulary, read_vocabulary

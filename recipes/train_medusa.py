@@ -10,7 +10,8 @@ from functools import cache
 
 from transformers import TrainingArguments
 
-from specdist.config import HeadsArguments, RecipeConfig, check_heads
+from specdist.config import RecipeConfig
+from specdist.drafter_config import HeadsArguments, check_heads
 from specdist.drafters.heads import MedusaDrafter, MedusaHeads, heads_file, load_heads
 from specdist.errors import ConfigError
 from specdist.evaluation.acceptance import HeadsScorer

@@ -16,7 +16,6 @@ from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
-LAYER_RULES = ("even", "ends", "importance")
 # What may differ between two runs into one output directory: it decides what is shown, not what is made.
 VOLATILE_KEYS = frozenset(
     {
@@ -42,12 +41,14 @@ VOLATILE_KEYS = frozenset(
 )
 
 
-def _check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
+def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError unless low ≤ value ≤ high."""
     if not low <= value <= high:
         raise ConfigError(f"{owner}.{name} = {value}: expected {low:g} to {high:g}")
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} = {value!r}: expected one of {', '.join(choices)}")
 
@@ -94,7 +95,7 @@ class TargetArguments:
 
     def __post_init__(self) -> None:
         for name in ("target_dtype", "eval_dtype"):
-            _check_choice(name, getattr(self, name), DTYPES)
+            check_choice(name, getattr(self, name), DTYPES)
 
 
 @dataclass
@@ -132,8 +133,8 @@ class PromptArguments:
     def __post_init__(self) -> None:
         self.policy()
         if self.near_duplicate_threshold != 0:  # below a half, unrelated prompts look alike
-            _check_range("prompts", "near_duplicate_threshold", self.near_duplicate_threshold, 0.5, 1.0)
-        _check_range("prompts", "eval_fraction", self.eval_fraction, 0.001, 0.5)
+            check_range("prompts", "near_duplicate_threshold", self.near_duplicate_threshold, 0.5, 1.0)
+        check_range("prompts", "eval_fraction", self.eval_fraction, 0.001, 0.5)
         for name in ("max_train_prompts", "max_eval_prompts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} = {value}: expected 1 or more, or nothing for all")
@@ -212,20 +213,20 @@ class DataArguments:
     generation_seed: int = field(default=0, metadata={"help": "Seeds the rows' random numbers, with their ids."})
 
     def __post_init__(self) -> None:
-        _check_choice("engine", self.engine, ("transformers", "vllm", "server"))
+        check_choice("engine", self.engine, ("transformers", "vllm", "server"))
         if (self.engine == "server") != bool(self.server_urls):
             raise ConfigError(
                 f"engine {self.engine} with server_urls {self.server_urls}: server needs them, others not"
             )
-        _check_range("data", "max_prompt_tokens", self.max_prompt_tokens, 8, 1_000_000)
-        _check_range("data", "server_timeout", self.server_timeout, 1.0, 1e6)
-        _check_range("data", "tensor_parallel_size", self.tensor_parallel_size, 1, 1_024)
-        _check_range("data", "max_in_flight", self.max_in_flight, 1, 65_536)
-        _check_range("data", "generation_batch_rows", self.generation_batch_rows, 1, 65_536)
-        _check_range("data", "generation_batch_tokens", self.generation_batch_tokens, 16, 1_000_000_000)
-        _check_range("data", "shard_rows", self.shard_rows, 1, 1_000_000)
-        _check_range("data", "top_logprobs", self.top_logprobs, 0, 1_000)
-        _check_range("data", "max_truncated_share", self.max_truncated_share, 0.0, 1.0)
+        check_range("data", "max_prompt_tokens", self.max_prompt_tokens, 8, 1_000_000)
+        check_range("data", "server_timeout", self.server_timeout, 1.0, 1e6)
+        check_range("data", "tensor_parallel_size", self.tensor_parallel_size, 1, 1_024)
+        check_range("data", "max_in_flight", self.max_in_flight, 1, 65_536)
+        check_range("data", "generation_batch_rows", self.generation_batch_rows, 1, 65_536)
+        check_range("data", "generation_batch_tokens", self.generation_batch_tokens, 16, 1_000_000_000)
+        check_range("data", "shard_rows", self.shard_rows, 1, 1_000_000)
+        check_range("data", "top_logprobs", self.top_logprobs, 0, 1_000)
+        check_range("data", "max_truncated_share", self.max_truncated_share, 0.0, 1.0)
         if self.eval_temperature <= 0:
             raise ConfigError(
                 f"eval_temperature = {self.eval_temperature}: expected more than 0; greedy is always measured"
@@ -255,82 +256,6 @@ class DataArguments:
 
 
 @dataclass
-class DraftArguments:
-    """The draft model before training, and what of it is trained."""
-
-    init: str = field(
-        default="prune", metadata={"help": "prune: cut from the target; else a causal LM with the target's tokenizer."}
-    )
-    draft_layers: list[int] = field(
-        default_factory=list, metadata={"help": "For prune: the target's layers to keep, counted from 0."}
-    )
-    draft_layer_rule: str | None = field(
-        default=None,
-        metadata={"help": "For prune, in place of draft_layers: even, ends, importance (measured on training text)."},
-    )
-    num_draft_layers: int = field(default=0, metadata={"help": "How many layers draft_layer_rule keeps."})
-    draft_vocab_size: int = field(
-        default=0, metadata={"help": "Draft only so many of the target's most frequent tokens; 0 is all."}
-    )
-    freeze_embeddings: bool = field(
-        default=False, metadata={"help": "Leave the token embeddings and the output projection as they are."}
-    )
-    lora_rank: int = field(default=0, metadata={"help": "Train low-rank adapters of this rank; 0 trains the weights."})
-    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters, while training."})
-    lora_target_modules: list[str] = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={"help": "Names of the modules that get adapters; all-linear: all but the output projection."},
-    )
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "Train the adapters on a base in 4 bits (NF4, bitsandbytes; GPU only)."}
-    )
-
-    def __post_init__(self) -> None:
-        if self.draft_layer_rule is not None:
-            _check_choice("draft_layer_rule", self.draft_layer_rule, LAYER_RULES)
-        if self.draft_layers and self.draft_layer_rule:
-            raise ConfigError(
-                f"draft_layers {self.draft_layers} and draft_layer_rule {self.draft_layer_rule}: both choose the "
-                "layers; leave one out"
-            )
-        if (self.draft_layer_rule is None) != (self.num_draft_layers == 0):
-            raise ConfigError(
-                f"draft_layer_rule {self.draft_layer_rule} with num_draft_layers {self.num_draft_layers}: "
-                "a rule needs a number of 1 or more, and a number needs a rule"
-            )
-        _check_range("draft", "num_draft_layers", self.num_draft_layers, 0, 10_000)
-        _check_range("draft", "draft_vocab_size", self.draft_vocab_size, 0, 10_000_000)
-        _check_range("draft", "lora_rank", self.lora_rank, 0, 65_536)
-        _check_range("draft", "lora_alpha", self.lora_alpha, 1, 1_000_000)
-        _check_range("draft", "lora_dropout", self.lora_dropout, 0.0, 0.99)
-        if not self.lora_target_modules or (
-            "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1
-        ):
-            raise ConfigError(
-                f"lora_target_modules {self.lora_target_modules}: expected all-linear alone, or names of modules"
-            )
-        if self.load_in_4bit and not self.lora_rank:
-            raise ConfigError("load_in_4bit: weights in 4 bits cannot be trained; set lora_rank as well")
-
-
-@dataclass
-class HeadsArguments:
-    """Medusa heads before training."""
-
-    medusa_num_heads: int = field(default=4, metadata={"help": "Tokens drafted at a time."})
-    medusa_num_layers: int = field(default=1, metadata={"help": "Residual blocks per head."})
-    head_loss_decay: float = field(
-        default=0.8, metadata={"help": "Head i weighs decay^i in the loss (Cai et al. 2024, eq. 1)."}
-    )
-
-    def __post_init__(self) -> None:
-        _check_range("heads", "medusa_num_heads", self.medusa_num_heads, 1, 16)
-        _check_range("heads", "medusa_num_layers", self.medusa_num_layers, 1, 8)
-        _check_range("heads", "head_loss_decay", self.head_loss_decay, 0.01, 1.0)
-
-
-@dataclass
 class EvaluationArguments:
     """What is measured, and on how much."""
 
@@ -343,20 +268,11 @@ class EvaluationArguments:
     speed_repeats: int = field(default=2, metadata={"help": "How often each prompt is timed, in turn."})
 
     def __post_init__(self) -> None:
-        _check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, 8)
-        _check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
-        _check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
-        _check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)
-        _check_range("evaluation", "speed_repeats", self.speed_repeats, 1, 1_000)
-
-
-def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments) -> None:
-    """Raise ConfigError where the judged draft length is more than the heads can draft."""
-    if evaluation.num_speculative_tokens > heads.medusa_num_heads:
-        raise ConfigError(
-            f"num_speculative_tokens = {evaluation.num_speculative_tokens}: {heads.medusa_num_heads} heads draft "
-            f"at most {heads.medusa_num_heads}; lower it or raise medusa_num_heads"
-        )
+        check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, 8)
+        check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
+        check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
+        check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)
+        check_range("evaluation", "speed_repeats", self.speed_repeats, 1, 1_000)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trl import SFTConfig
 
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import (
     ADAPTER_BASE,
     ADAPTER_CONFIG,

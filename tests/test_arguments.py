@@ -6,7 +6,8 @@ import pytest
 import yaml
 from trl import SFTConfig
 
-from specdist.config import DraftArguments, EvaluationArguments, HeadsArguments, RecipeConfig, check_heads
+from specdist.config import EvaluationArguments, RecipeConfig
+from specdist.drafter_config import DraftArguments, HeadsArguments, check_heads
 from specdist.errors import ConfigError
 from specdist.stages.arguments import _with_old_names, parse
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
 
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.causal_lm import load_draft_model, load_for_drafting
 from specdist.drafters.initial import ORIGIN_FILE, DraftOrigin, check_draft_model, make_draft_model, write_initial_draft
 from specdist.drafters.vocabulary import read_vocabulary

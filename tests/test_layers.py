@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "gate_policy",
             "prompt_policy",
             "objective",
+            "drafter_config",
         ),
         (),
     ),

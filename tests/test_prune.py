@@ -7,7 +7,7 @@ import torch
 from conftest import make_tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.prune import (
     block_influence,
     both_ends,

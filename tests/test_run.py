@@ -9,7 +9,8 @@ import pytest
 from filelock import FileLock
 from trl import SFTConfig
 
-from specdist.config import DraftArguments, RecipeConfig
+from specdist.config import RecipeConfig
+from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError
 from specdist.stages import run as run_stage
 from specdist.stages.arguments import parse

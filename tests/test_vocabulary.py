@@ -9,9 +9,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from specdist.config import DraftArguments
 from specdist.dataset.token_statistics import completion_counts, sample_texts
 from specdist.decoding.loop import decode
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.base import DecodeContext
 from specdist.drafters.causal_lm import DraftModelDrafter, fitted_vocabulary, load_for_drafting
 from specdist.drafters.initial import make_draft_model

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdist import provenance
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError
 from specdist.schema import Record
 

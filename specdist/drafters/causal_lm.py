@@ -10,7 +10,7 @@ from peft import PeftModel, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, PreTrainedModel
 
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.vocabulary import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from specdist import provenance
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import check_adapters
 from specdist.drafters.causal_lm import load_draft_model
 from specdist.drafters.prune import check_layer_choice, choose_layers, prune_layers, pruned_config

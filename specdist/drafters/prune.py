@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from specdist.config import DraftArguments
+from specdist.drafter_config import DraftArguments
 from specdist.errors import ConfigError
 
 

@@ -1,0 +1,93 @@
+"""Owns the configuration of what is trained: a draft model or Medusa heads, as they are before training."""
+
+from dataclasses import dataclass, field
+
+from specdist.config import EvaluationArguments, check_choice, check_range
+from specdist.errors import ConfigError
+
+LAYER_RULES = ("even", "ends", "importance")
+
+
+@dataclass
+class DraftArguments:
+    """The draft model before training, and what of it is trained."""
+
+    init: str = field(
+        default="prune", metadata={"help": "prune: cut from the target; else a causal LM with the target's tokenizer."}
+    )
+    draft_layers: list[int] = field(
+        default_factory=list, metadata={"help": "For prune: the target's layers to keep, counted from 0."}
+    )
+    draft_layer_rule: str | None = field(
+        default=None,
+        metadata={"help": "For prune, in place of draft_layers: even, ends, importance (measured on training text)."},
+    )
+    num_draft_layers: int = field(default=0, metadata={"help": "How many layers draft_layer_rule keeps."})
+    draft_vocab_size: int = field(
+        default=0, metadata={"help": "Draft only so many of the target's most frequent tokens; 0 is all."}
+    )
+    freeze_embeddings: bool = field(
+        default=False, metadata={"help": "Leave the token embeddings and the output projection as they are."}
+    )
+    lora_rank: int = field(default=0, metadata={"help": "Train low-rank adapters of this rank; 0 trains the weights."})
+    lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters, while training."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the modules that get adapters; all-linear: all but the output projection."},
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Train the adapters on a base in 4 bits (NF4, bitsandbytes; GPU only)."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.draft_layer_rule is not None:
+            check_choice("draft_layer_rule", self.draft_layer_rule, LAYER_RULES)
+        if self.draft_layers and self.draft_layer_rule:
+            raise ConfigError(
+                f"draft_layers {self.draft_layers} and draft_layer_rule {self.draft_layer_rule}: both choose the "
+                "layers; leave one out"
+            )
+        if (self.draft_layer_rule is None) != (self.num_draft_layers == 0):
+            raise ConfigError(
+                f"draft_layer_rule {self.draft_layer_rule} with num_draft_layers {self.num_draft_layers}: "
+                "a rule needs a number of 1 or more, and a number needs a rule"
+            )
+        check_range("draft", "num_draft_layers", self.num_draft_layers, 0, 10_000)
+        check_range("draft", "draft_vocab_size", self.draft_vocab_size, 0, 10_000_000)
+        check_range("draft", "lora_rank", self.lora_rank, 0, 65_536)
+        check_range("draft", "lora_alpha", self.lora_alpha, 1, 1_000_000)
+        check_range("draft", "lora_dropout", self.lora_dropout, 0.0, 0.99)
+        if not self.lora_target_modules or (
+            "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1
+        ):
+            raise ConfigError(
+                f"lora_target_modules {self.lora_target_modules}: expected all-linear alone, or names of modules"
+            )
+        if self.load_in_4bit and not self.lora_rank:
+            raise ConfigError("load_in_4bit: weights in 4 bits cannot be trained; set lora_rank as well")
+
+
+@dataclass
+class HeadsArguments:
+    """Medusa heads before training."""
+
+    medusa_num_heads: int = field(default=4, metadata={"help": "Tokens drafted at a time."})
+    medusa_num_layers: int = field(default=1, metadata={"help": "Residual blocks per head."})
+    head_loss_decay: float = field(
+        default=0.8, metadata={"help": "Head i weighs decay^i in the loss (Cai et al. 2024, eq. 1)."}
+    )
+
+    def __post_init__(self) -> None:
+        check_range("heads", "medusa_num_heads", self.medusa_num_heads, 1, 16)
+        check_range("heads", "medusa_num_layers", self.medusa_num_layers, 1, 8)
+        check_range("heads", "head_loss_decay", self.head_loss_decay, 0.01, 1.0)
+
+
+def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments) -> None:
+    """Raise ConfigError where the judged draft length is more than the heads can draft."""
+    if evaluation.num_speculative_tokens > heads.medusa_num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens = {evaluation.num_speculative_tokens}: {heads.medusa_num_heads} heads draft "
+            f"at most {heads.medusa_num_heads}; lower it or raise medusa_num_heads"
+        )
