@@ -169,6 +169,16 @@ def _check_lengths(config: RecipeConfig, target: Target) -> None:
         logger.info("prompts longer than %d tokens leave no room for an answer; they are counted", context - answer)
 
 
+def _check_saves(training: Any) -> None:
+    """Acceptance is measured on what was saved, so nothing saved on time is nothing measured."""
+    strategy = str(getattr(training.save_strategy, "value", training.save_strategy))
+    if strategy not in ("steps", "epoch"):
+        raise ConfigError(
+            f"save_strategy {strategy!r}: each checkpoint is measured as it is saved, so it must be steps or epoch; "
+            "save_total_limit bounds how many stay on disk"
+        )
+
+
 def _check_disk(directory: Path, needed: int) -> int:
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
@@ -198,7 +208,7 @@ def _plan(run: Run, trained_bytes: int) -> None:
     eval_rows = 2 * len(run.eval_prompts)
     hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
     states = 4 * hidden * eval_rows * data.eval_max_new_tokens
-    checkpoints = 4 if steps.save_strategy != "no" else 1
+    checkpoints = max(2, steps.save_total_limit or 4)
     disk = states + best + trained_bytes * (checkpoints + 2 + 2)
     free = _check_disk(run.directory, disk)
     parameters = weights_bytes(run.target) / 2
@@ -262,6 +272,7 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     with state.main_process_first():
         target = open_target(config.target.target_model)
     _check_lengths(config, target)
+    _check_saves(config.training)
     trained_bytes = check(target)
     directory = Path(config.training.output_dir)
     check_writable(Path(config.release.registry))
