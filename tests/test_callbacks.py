@@ -70,7 +70,7 @@ def logged(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().split("\n") if line]
 
 
-@pytest.mark.parametrize("kill_at", [6, 9])
+@pytest.mark.parametrize("kill_at", [6, 9, 12, 15])  # steps 11 to 20 are the second epoch
 def test_c3_c4_k1_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, kill_at: int) -> None:
     whole = run(tmp_path / "whole")
     with pytest.raises(Killed):

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from specdist.errors import ConfigError
 from specdist.losses import linear_cross_entropy
+from specdist.training.order import EpochSeededSampler
 
 IGNORED = -100
 # Models with one of these scale or cap their logits after the projection
@@ -30,6 +31,9 @@ class DraftTrainer(SFTTrainer):
         config = model.config.get_text_config()
         transformed = any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_TRANSFORMS)
         self._fuses_projection = not (transformed or self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSeededSampler:
+        return EpochSeededSampler(super()._get_train_sampler(train_dataset), self)
 
     def compute_loss(
         self,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdist.drafters.heads import MedusaHeads
 from specdist.losses import linear_cross_entropy
+from specdist.training.order import EpochSeededSampler
 
 IGNORED = -100
 
@@ -76,6 +77,9 @@ class HeadsTrainer(Trainer):
         self.target_model, self.decay = target_model, decay
         self._head_sums = torch.zeros(heads.num_heads, device=self.args.device)
         self._head_counts = torch.zeros(heads.num_heads, device=self.args.device)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSeededSampler:
+        return EpochSeededSampler(super()._get_train_sampler(train_dataset), self)
 
     def compute_loss(
         self,
