@@ -117,7 +117,12 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert {"config.json", "export.json", "report.json", "report.html", "gate.json"} <= {p.name for p in link.iterdir()}
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().split("\n") if line]
     gains = [m for m in metrics if "acceptance/gain_over_untrained" in m]
-    assert len(gains) >= 2, "acceptance of each checkpoint is a metric of the run"
+    assert len(gains) >= 3, "acceptance of each checkpoint is a metric of the run"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [point["step"] for point in report["checkpoints"]] == [0, *(m["step"] for m in gains)]
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")}
+    assert len(left) == 2, "save_total_limit"
+    assert f"checkpoint-{report['checkpoint_step']}" in left, "C11: the best is never deleted"
 
     again = run(command(kind, target, tmp_path))
     assert again.returncode == 0, again.stderr

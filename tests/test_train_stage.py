@@ -15,7 +15,7 @@ from specdist.errors import ArtifactError, ConfigError
 from specdist.stages.assess import best_checkpoint, lower_bounds
 from specdist.stages.run import Run
 from specdist.stages.train import DONE_FILE, train
-from specdist.training.checkpoints import checkpoint_step, complete_checkpoints
+from specdist.training.checkpoints import COMPLETE_FILE, checkpoint_step, complete_checkpoints
 
 # lower bounds of τ by step: the best is neither the newest nor among the last two
 BOUNDS = {3: 1.10, 6: 1.30, 9: 1.20, 12: 1.25, 15: 1.15, 18: 1.40, 20: 1.35}
@@ -87,41 +87,37 @@ def test_without_patience_training_goes_to_its_end(tiny_target_dir: Path, tmp_pa
     assert found["points"] == [0, *BOUNDS]
 
 
-@pytest.mark.parametrize(
-    "kills", [[(3, "before")], [(6, "after"), (9, "before")], [(15, "before")], [(15, "after")], [(12, "after")]]
-)
-def test_c3_a_killed_run_stops_and_rotates_as_an_uninterrupted_one(
-    tiny_target_dir: Path, tmp_path: Path, kills: list[tuple[int, str]]
+def test_c3_a_run_killed_around_measurements_ends_as_an_uninterrupted_one(
+    tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     settings = ("--save_total_limit", "2", "--early_stopping_patience", "3")
     whole = outcome(train_run(tiny_target_dir, tmp_path / "whole", *settings))
-    left = list(kills)
+    kills = [(3, "before"), (6, "after"), (12, "after"), (15, "before"), (15, "after")]  # 15 is where it stops
 
     def kill(step: int, when: str) -> None:
-        if (step, when) in left:
-            left.remove((step, when))
+        if kills and (step, when) == kills[0]:
+            kills.pop(0)
             raise Killed
 
-    for _ in kills:
+    while kills:
         with pytest.raises(Killed):
             train_run(tiny_target_dir, tmp_path / "cut", *settings, kill=kill)
     assert outcome(train_run(tiny_target_dir, tmp_path / "cut", *settings)) == whole
 
 
-def test_measurements_after_the_checkpoint_that_is_left_are_made_anew(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_c11_a_best_checkpoint_that_was_removed_is_an_error_until_it_is_made_anew(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     run = train_run(tiny_target_dir, tmp_path)
-    for path in [run.checkpoints / DONE_FILE, *run.checkpoints.glob("checkpoint-*/complete.json")]:
-        path.unlink()
-    measured = []
-    train_run(tiny_target_dir, tmp_path, kill=lambda step, when: measured.append(step))
-    assert sorted(set(measured)) == list(BOUNDS)
-
-
-def test_c11_a_best_checkpoint_that_was_removed_is_an_error(tiny_target_dir: Path, tmp_path: Path) -> None:
-    run = train_run(tiny_target_dir, tmp_path)
-    (run.checkpoints / "checkpoint-18" / "complete.json").unlink()
+    for step in (18, 20):
+        (run.checkpoints / f"checkpoint-{step}" / COMPLETE_FILE).unlink()
     with pytest.raises(ArtifactError, match="checkpoint-18: measured best of 7 checkpoints, but it was removed"):
         best_checkpoint(run)
+    (run.checkpoints / DONE_FILE).unlink()
+    measured = []
+    train_run(tiny_target_dir, tmp_path, kill=lambda step, when: measured.append((step, step in lower_bounds(run))))
+    assert (18, False) in measured, "what is known of a checkpoint that is gone does not stand for the new one"
+    assert best_checkpoint(run)[0].name == "checkpoint-18"
 
 
 @pytest.mark.parametrize("strategy", ["no", "best"])

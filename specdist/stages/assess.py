@@ -117,8 +117,8 @@ def best_checkpoint(run: Run) -> tuple[Path, list[CheckpointPoint]]:
     best = checkpoint_path(run.checkpoints, best_step(bounds))
     if not (best / COMPLETE_FILE).exists():
         raise ArtifactError(
-            f"{best}: measured best of {len(bounds)} checkpoints, but it was removed; delete {run.checkpoints} to train "
-            "again, or choose another --output_dir"
+            f"{best}: measured best of {len(bounds)} checkpoints, but it was removed; delete {run.checkpoints} to "
+            "train again, or choose another --output_dir"
         )
     return best, points
 

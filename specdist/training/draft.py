@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from specdist.errors import ConfigError
 from specdist.losses import linear_cross_entropy
-from specdist.training.order import EpochSeededSampler
+from specdist.training.order import seeded_by_epoch
 
 IGNORED = -100
 # Models with one of these scale or cap their logits after the projection
@@ -32,8 +33,8 @@ class DraftTrainer(SFTTrainer):
         transformed = any(getattr(config, name, None) not in (None, 1.0) for name in _LOGIT_TRANSFORMS)
         self._fuses_projection = not (transformed or self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSeededSampler:
-        return EpochSeededSampler(super()._get_train_sampler(train_dataset), self)
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
 
     def compute_loss(
         self,

@@ -7,7 +7,12 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 
 
-class EpochSeededSampler(Sampler[int]):
+def seeded_by_epoch(sampler: Sampler[int] | None, trainer: Trainer) -> Sampler[int] | None:
+    """`sampler` in an order that depends on the trainer's seed and epoch alone; None, which a stream has, stays None."""
+    return None if sampler is None else _EpochSeeded(sampler, trainer)
+
+
+class _EpochSeeded(Sampler[int]):
     """Draws another sampler's order from a seed of its own in each epoch.
 
     The trainer's group_by_length draws from the global random numbers, which a run that is resumed within a later
