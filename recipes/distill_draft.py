@@ -18,8 +18,10 @@ from specdist.drafters.causal_lm import (
     make_draft_model,
 )
 from specdist.evaluation.acceptance import DraftModelScorer
+from specdist.evaluation.fit_table import fit_lines
 from specdist.export.draft_model import export_draft_model
 from specdist.provenance import atomic_directory
+from specdist.stages.advise import draft_fit
 from specdist.stages.arguments import parse
 from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
 from specdist.stages.data import evaluation_data, training_data
@@ -50,7 +52,10 @@ def main() -> int:
     def check(target: Target) -> int:
         return check_draft_model(config.model.init, config.model.draft_layers, target)
 
-    run = start(config, "draft_model", check=check)
+    def preview(target: Target) -> list[str]:
+        return fit_lines(draft_fit(target, config.target, config.model))
+
+    run = start(config, "draft_model", check=check, preview=preview)
     if run is None:
         return 0
     eval_dtype, vocab_size = dtype_of(config.target.eval_dtype), run.target.identity.vocab_size

@@ -14,6 +14,7 @@ from specdist.registry.store import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
+ADVISE = "import sys; from specdist.cli import main; sys.exit(main(['advise', *sys.argv[1:]]))"
 # What appears in a run's directory as its stages go by; a run is killed as soon as one of them is there.
 MILESTONES = (
     "data/prompts/*/.tmp-*",
@@ -129,6 +130,12 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert "training: finished before" in again.stderr
     assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
 
+    if kind == "draft":
+        shown = run([sys.executable, "-c", ADVISE, "--measured", str(tmp_path / "run")])
+        assert shown.returncode == 0, shown.stderr
+        lines = shown.stdout.split("predicted and measured speed-up")[1].splitlines()[2:]
+        assert [line.split()[0] for line in lines] == [str(gamma) for gamma in range(1, 9)]
+
     weaker = command(
         kind, target, tmp_path, "--max_train_prompts", "16", "--num_train_epochs", "1", "--output_dir",
         str(tmp_path / "weaker"),
@@ -197,10 +204,12 @@ def test_a_malformed_prompt_file_is_refused_by_line_and_reason(target: Path, tmp
     assert all(part in result.stderr for part in (str(path), "line 2", "line 3")), result.stderr
 
 
-def test_dry_run_prints_the_plan_and_makes_nothing(target: Path, tmp_path: Path) -> None:
-    result = run(command("medusa", target, tmp_path, "--dry_run", "true"))
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_dry_run_prints_the_plan_and_makes_nothing(kind: str, target: Path, tmp_path: Path) -> None:
+    result = run(command(kind, target, tmp_path, "--dry_run", "true"))
     assert result.returncode == 0, result.stderr
     assert all(word in result.stderr for word in ("plan  target", "disk", "memory", "champion  none yet", "dry run"))
+    assert ("fit of a draft (2 of its 4 layers)" in result.stderr) == (kind == "draft")
     assert not (tmp_path / "run").exists()
 
 

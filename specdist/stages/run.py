@@ -253,10 +253,17 @@ def _prompts(config: RecipeConfig, state: PartialState) -> tuple[PromptSet, Prom
         )
 
 
-def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:
+def start(
+    config: RecipeConfig,
+    kind: str,
+    *,
+    check: Callable[[Target], int],
+    preview: Callable[[Target], list[str]] = lambda target: [],
+) -> Run | None:
     """Check everything that can be known, claim the run's directory, and log the plan. None after a dry run.
 
-    `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained.
+    `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained;
+    `preview` gives lines that a dry run says beside the plan.
     """
     state = PartialState()
     use_all_cores()
@@ -284,6 +291,8 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
         _plan(run, trained_bytes)
         if config.data.engine == "server":
             server_engine(config, target)
+        for line in preview(target) if state.is_main_process else []:
+            logger.info("%s", line)
         logger.info(
             "dry run: everything that can be checked now is in order; of the run nothing was made, "
             "its prompts are ready in %s",

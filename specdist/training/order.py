@@ -8,7 +8,7 @@ from transformers import Trainer
 
 
 def seeded_by_epoch(sampler: Sampler[int] | None, trainer: Trainer) -> Sampler[int] | None:
-    """`sampler` in an order that depends on the trainer's seed and epoch alone; None, which a stream has, stays None."""
+    """`sampler` in an order that depends on the trainer's seed and epoch alone; None (of a stream) stays None."""
     return None if sampler is None else _EpochSeeded(sampler, trainer)
 
 
