@@ -24,7 +24,7 @@ from specdist.evaluation.fit_table import (
     predictions,
     rules,
 )
-from specdist.metrics import independent_mean_accepted_length, pooled_length, predicted_speedup
+from specdist.metrics import independent_mean_accepted_length, pooled_length
 from specdist.target import open_target
 
 FIT = Fit(
@@ -142,13 +142,15 @@ def test_columns_are_aligned_and_fit_a_terminal() -> None:
 def test_the_comparison_predicts_from_the_replay_of_the_timed_prompts() -> None:
     report = make_report()
     gamma = report.primary.num_speculative_tokens
-    timed = {p.prompt_id for p in report.primary.prompts[:5]}
+    timed = report.primary.prompts[:5]
     speed = make_speed({gamma: 1.7})
-    line = comparison_lines(FIT, report, speed, timed)[-1].split()
-    tau = pooled_length(report.primary.prompts[:5])
+    line = comparison_lines(FIT, report, speed, {p.prompt_id for p in timed})[-1].split()
+    tau = pooled_length(timed)
     assert tau != pytest.approx(report.primary.summary.mean_accepted_length, abs=0.01)
-    predicted = predicted_speedup(tau, gamma, 0.2, FIT.verify_cost_ratios[gamma - 1])
-    assert line[:5] == [str(gamma), f"{tau:.2f}", "1.70", f"{predicted:.2f}", f"{speed.points[0].speedup:.2f}"]
+    drafted = sum(p.num_draft_tokens for p in timed) / sum(p.num_drafts for p in timed)
+    predicted = tau / (drafted * 0.2 + FIT.verify_cost_ratios[gamma - 1])
+    expected = [drafted, tau, 1.7, predicted, speed.points[0].speedup]
+    assert line[:6] == [str(gamma), *(f"{value:.2f}" for value in expected)]
 
 
 def test_advise_prints_the_table_and_writes_the_numbers(

@@ -139,18 +139,21 @@ def fit_lines(fit: Fit) -> list[str]:
 def comparison_lines(fit: Fit, report: EvalReport, speed: Speed, prompt_ids: set[str]) -> list[str]:
     """Predicted beside measured speed-up, by draft length.
 
-    Predicted: τ as replayed on the timed prompts, with the fit's costs, all known before a token was decoded.
+    Predicted: τ and the tokens drafted per step as replayed on the timed prompts (fewer than γ where a text ends), with
+    the fit's costs, all known before a token was decoded. Measured times include reading the prompt, on both sides.
     """
-    cells = [["γ", "τ replayed", "τ decoded", "predicted", "measured", "95 %"]]
+    cells = [["γ", "drafted/step", "τ replayed", "τ decoded", "predicted", "measured", "95 %"]]
     for point in speed.points:
         gamma = point.num_speculative_tokens
         result = report.result(report.primary_setting, gamma)
         if result is None or gamma > MAX_LENGTH:
             continue
-        tau = pooled_length([p for p in result.prompts if p.prompt_id in prompt_ids])
-        predicted = predicted_speedup(tau, gamma, fit.draft_cost_ratio, fit.verify_cost_ratios[gamma - 1])
+        prompts = [p for p in result.prompts if p.prompt_id in prompt_ids]
+        drafted = sum(p.num_draft_tokens for p in prompts) / sum(p.num_drafts for p in prompts)
+        tau = pooled_length(prompts)
+        cost = drafted * fit.draft_cost_ratio + fit.verify_cost_ratios[gamma - 1]
         low, high = point.speedup_interval
-        numbers = (tau, point.mean_accepted_length, predicted, point.speedup)
+        numbers = (drafted, tau, point.mean_accepted_length, tau / cost, point.speedup)
         cells.append([str(gamma), *(f"{value:.2f}" for value in numbers), f"{low:.2f} to {high:.2f}"])
     return [
         f"predicted and measured speed-up, {speed.num_prompts} answers of the evaluation, each {speed.repeats} times",

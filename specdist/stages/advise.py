@@ -23,7 +23,7 @@ from specdist.target import Target
 
 logger = logging.getLogger(__name__)
 
-_TIMED_PROMPTS, _REPEATS = 16, 2
+_TIMED_PROMPTS, _REPEATS = 8, 2
 
 
 def draft_fit(target: Target, arguments: TargetArguments, draft: DraftArguments) -> Fit:
