@@ -20,8 +20,10 @@ from specdist.drafters.causal_lm import DraftModelDrafter, load_draft_model, loa
 from specdist.drafters.initial import check_draft_model, write_initial_draft
 from specdist.drafters.vocabulary import DraftVocabulary, read_vocabulary
 from specdist.evaluation.acceptance import DraftModelScorer
+from specdist.evaluation.fit_table import fit_lines
 from specdist.export.draft_model import export_draft_model
 from specdist.provenance import atomic_directory
+from specdist.stages.advise import draft_fit
 from specdist.stages.arguments import parse
 from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
 from specdist.stages.data import evaluation_data, training_data
@@ -30,7 +32,7 @@ from specdist.stages.release import release
 from specdist.stages.run import Run, dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
-from specdist.training.callbacks import checkpoint_step
+from specdist.training.checkpoints import checkpoint_step
 from specdist.training.draft import draft_trainer
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/draft.yaml"
@@ -66,7 +68,10 @@ def main() -> int:
     def check(target: Target) -> int:
         return check_draft_model(config.model, target)
 
-    run = start(config, "draft_model", check=check)
+    def preview(target: Target) -> list[str]:
+        return fit_lines(draft_fit(target, config.target, config.model))
+
+    run = start(config, "draft_model", check=check, preview=preview)
     if run is None:
         return 0
     loader = draft_loader(run)
@@ -89,7 +94,7 @@ def main() -> int:
         ),
         checkpoint_metrics(run, loader, eval_sets),
     )
-    best, points = best_checkpoint(run, loader, eval_sets)
+    best, points = best_checkpoint(run)
 
     if run.is_main and not run.export.exists():
         export_draft_model(

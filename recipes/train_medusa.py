@@ -23,7 +23,7 @@ from specdist.stages.release import release
 from specdist.stages.run import dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
-from specdist.training.callbacks import checkpoint_step
+from specdist.training.checkpoints import checkpoint_step
 from specdist.training.heads import heads_trainer
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/medusa.yaml"
@@ -73,7 +73,7 @@ def main() -> int:
         ),
         checkpoint_metrics(run, loader, eval_sets),
     )
-    best, points = best_checkpoint(run, loader, eval_sets)
+    best, points = best_checkpoint(run)
 
     if run.is_main and not run.export.exists():
         export_medusa(

@@ -1,14 +1,21 @@
-"""Owns the command `specdist`: looking at datasets and the registry, and rolling back. Everything else is a recipe.
+"""Owns the command `specdist`: advice on a draft, looking at datasets and the registry, rolling back.
+
+Everything else is a recipe.
 
 Heavy packages are imported by the library when a command needs them, so `--help` and `registry path` are instant.
 """
 
 import argparse
+import dataclasses
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdist.errors import ArtifactError, SpecdistError
+from specdist import config
+from specdist.drafter_config import DraftArguments
+from specdist.errors import ArtifactError, ConfigError, SpecdistError
+from specdist.provenance import write_json
 from specdist.registry.store import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH, Registry, model_names
 
 _COLUMNS = ("model", "version", "champion", "mean accepted length", "created")
@@ -29,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="specdist", description="Look at data and released drafters, and roll back.")
     groups = parser.add_subparsers(required=True, metavar="GROUP")
     _add_data_commands(groups.add_parser("data", help="datasets of the target's answers"))
+    _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
 
@@ -63,6 +71,61 @@ def _add_data_commands(data: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_data_show)
     command = commands.add_parser("validate", parents=[directory], help="hash the shards and check every row again")
     command.set_defaults(run=_data_validate)
+
+
+def _add_advise(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="YAML", help="a draft recipe's; the keys below go before it")
+    command.add_argument("--target", metavar="MODEL", help="target_model: Hugging Face id or directory")
+    command.add_argument("--init", metavar="MODEL", help="a draft model, or prune")
+    command.add_argument("--draft_layers", type=int, nargs="+", metavar="N", help="for prune: layers to keep")
+    command.add_argument("--dtype", choices=config.DTYPES, help="target_dtype: in which both are timed")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    command.add_argument(
+        "--measured", type=Path, metavar="RUN", help="a finished run's directory: time its export beside the prediction"
+    )
+    command.set_defaults(run=_advise)
+
+
+def _advise_settings(
+    arguments: argparse.Namespace,
+) -> tuple[config.TargetArguments, DraftArguments, config.DataArguments]:
+    """What the YAML file says, a finished run's own where only that is named, and the command line before both."""
+    target, draft, data = config.TargetArguments(), DraftArguments(), config.DataArguments()
+    path = arguments.config or (arguments.measured and arguments.measured / "run.yaml")
+    if path:
+        from trl import SFTConfig
+
+        from specdist.stages.arguments import parse
+
+        read = parse(DraftArguments, SFTConfig, default_config="", arguments=["--config", str(path)])
+        target, draft, data = read.target, read.model, read.data
+    elif not arguments.target:
+        raise ConfigError("advise: name a --target, or a recipe's --config")
+    given = {"target_model": arguments.target, "target_dtype": arguments.dtype}
+    target = dataclasses.replace(target, **{key: value for key, value in given.items() if value})
+    given = {"init": arguments.init, "draft_layers": arguments.draft_layers}
+    return target, dataclasses.replace(draft, **{key: value for key, value in given.items() if value}), data
+
+
+def _advise(arguments: argparse.Namespace) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from specdist.evaluation.fit_table import fit_json, fit_lines
+    from specdist.stages.advise import compare_with_run, draft_fit
+    from specdist.target import open_target
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    disable_progress_bar()
+    target_arguments, draft, data = _advise_settings(arguments)
+    target = open_target(target_arguments.target_model)
+    fit = draft_fit(target, target_arguments, draft)
+    for line in fit_lines(fit):
+        _write(line)
+    if arguments.json:
+        write_json(arguments.json, fit_json(fit))
+    if arguments.measured:
+        for line in compare_with_run(fit, target, target_arguments, arguments.measured, Path(data.data_dir)):
+            _write(line)
 
 
 def _data_show(arguments: argparse.Namespace) -> None:

@@ -260,6 +260,13 @@ class EvaluationArguments:
     """What is measured, and on how much."""
 
     num_speculative_tokens: int = field(default=4, metadata={"help": "Draft length that the gate judges."})
+    early_stopping_patience: int = field(
+        default=0,
+        metadata={
+            "help": "Stop after so many checkpoints in a row without a better lower bound of the mean accepted length; "
+            "0 is off. Each checkpoint is measured as it is saved, so save_steps is how often."
+        },
+    )
     certify_prompts: int = field(default=50, metadata={"help": "Prompts on which the real decoder certifies replay."})
     certify_sampled_prompts: int = field(default=50, metadata={"help": "The same, for sampled decoding."})
     certify_max_new_tokens: int = field(default=32, metadata={"help": "Tokens of each, cut from the evaluation text."})
@@ -269,6 +276,7 @@ class EvaluationArguments:
 
     def __post_init__(self) -> None:
         check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, 8)
+        check_range("evaluation", "early_stopping_patience", self.early_stopping_patience, 0, 1_000_000)
         check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
         check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
         check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)

@@ -41,6 +41,26 @@ def predicted_speedup(
     return mean_accepted_length / (num_speculative_tokens * draft_cost_ratio + verify_cost_ratio)
 
 
+def break_even_acceptance_rate(
+    num_speculative_tokens: int, draft_cost_ratio: float, verify_cost_ratio: float = 1.0
+) -> float | None:
+    """The rate α of independent acceptances at which the predicted speed-up is 1; None where even α = 1 gains nothing.
+
+    Solves (1 − α^(γ+1)) / (1 − α) = γc + v by bisection: the left side, Σ α^i over i = 0 … γ, rises with α.
+    """
+    cost = num_speculative_tokens * draft_cost_ratio + verify_cost_ratio
+    if cost > num_speculative_tokens + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if independent_mean_accepted_length(middle, num_speculative_tokens) < cost:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def add_counts(one: PromptCounts, other: PromptCounts) -> PromptCounts:
     """Counters of two texts of one prompt together: the turns of a conversation are one unit of statistics."""
     positions = zip(one.accepted_at_position, other.accepted_at_position, strict=True)

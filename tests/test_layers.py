@@ -43,9 +43,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "L6 export": (("export",), ("L0", "L2")),
 }
 BELOW_TOP = tuple(LAYERS)
-# what recipes are made of, and the command: they may import everything below
+# what recipes are made of may import everything below, and the command that as well
 LAYERS["L7 stages"] = (("stages",), BELOW_TOP)
-LAYERS["L7 cli"] = (("cli",), BELOW_TOP)
+LAYERS["L7 cli"] = (("cli",), (*BELOW_TOP, "L7 stages"))
 
 # Package → the only modules that may import it; an empty tuple means none
 ONLY_IN = {"mlflow": ("registry.mlflow",), "vllm": ("generation.vllm",), "recipes": ()}

@@ -34,6 +34,23 @@ def test_predicted_speedup_of_a_free_and_of_a_costly_drafter() -> None:
     assert metrics.predicted_speedup(3.0, 4, 0.5, verify_cost_ratio=2.0) == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(("gamma", "cost", "verify"), [(1, 0.25, 1.0), (4, 0.2, 1.3), (10, 0.05, 1.0), (3, 0.0, 1.5)])
+def test_at_the_break_even_rate_nothing_is_gained_and_above_it_something(
+    gamma: int, cost: float, verify: float
+) -> None:
+    rate = metrics.break_even_acceptance_rate(gamma, cost, verify)
+    at, above = (metrics.independent_mean_accepted_length(r, gamma) for r in (rate, rate + 0.01))
+    assert metrics.predicted_speedup(at, gamma, cost, verify) == pytest.approx(1.0, abs=1e-9)
+    assert metrics.predicted_speedup(above, gamma, cost, verify) > 1.0
+
+
+def test_break_even_of_a_draft_as_slow_as_its_target_and_of_a_free_one() -> None:
+    assert metrics.break_even_acceptance_rate(1, 0.25) == pytest.approx(0.25)  # 1 + α = 1 + c
+    assert metrics.break_even_acceptance_rate(3, 1.0) == pytest.approx(1.0)
+    assert metrics.break_even_acceptance_rate(3, 1.01) is None
+    assert metrics.break_even_acceptance_rate(3, 0.0) == pytest.approx(0.0, abs=1e-9)
+
+
 def test_interval_of_the_bootstrap_covers_the_mean_and_shrinks_with_prompts() -> None:
     generator = np.random.default_rng(0)
     widths = []

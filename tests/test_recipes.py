@@ -15,6 +15,7 @@ from specdist.registry.store import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
+ADVISE = "import sys; from specdist.cli import main; sys.exit(main(['advise', *sys.argv[1:]]))"
 # What appears in a run's directory as its stages go by; a run is killed as soon as one of them is there.
 MILESTONES = (
     "data/prompts/*/.tmp-*",
@@ -118,12 +119,23 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert {"config.json", "export.json", "report.json", "report.html", "gate.json"} <= {p.name for p in link.iterdir()}
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().split("\n") if line]
     gains = [m for m in metrics if "acceptance/gain_over_untrained" in m]
-    assert len(gains) >= 2, "acceptance of each checkpoint is a metric of the run"
+    assert len(gains) >= 3, "acceptance of each checkpoint is a metric of the run"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [point["step"] for point in report["checkpoints"]] == [0, *(m["step"] for m in gains)]
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint-*")}
+    assert len(left) == 2, "save_total_limit"
+    assert f"checkpoint-{report['checkpoint_step']}" in left, "C11: the best is never deleted"
 
     again = run(command(kind, target, tmp_path))
     assert again.returncode == 0, again.stderr
     assert "training: finished before" in again.stderr
     assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
+
+    if kind == "draft":
+        shown = run([sys.executable, "-c", ADVISE, "--measured", str(tmp_path / "run")])
+        assert shown.returncode == 0, shown.stderr
+        lines = shown.stdout.split("predicted and measured speed-up")[1].splitlines()[2:]
+        assert [line.split()[0] for line in lines] == [str(gamma) for gamma in range(1, 9)]
 
     weaker = command(
         kind, target, tmp_path, "--max_train_prompts", "16", "--num_train_epochs", "1", "--output_dir",
@@ -221,10 +233,12 @@ def test_a_malformed_prompt_file_is_refused_by_line_and_reason(target: Path, tmp
     assert all(part in result.stderr for part in (str(path), "line 2", "line 3")), result.stderr
 
 
-def test_dry_run_prints_the_plan_and_makes_nothing(target: Path, tmp_path: Path) -> None:
-    result = run(command("medusa", target, tmp_path, "--dry_run", "true"))
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_dry_run_prints_the_plan_and_makes_nothing(kind: str, target: Path, tmp_path: Path) -> None:
+    result = run(command(kind, target, tmp_path, "--dry_run", "true"))
     assert result.returncode == 0, result.stderr
     assert all(word in result.stderr for word in ("plan  target", "disk", "memory", "champion  none yet", "dry run"))
+    assert ("fit of a draft (2 of its 4 layers)" in result.stderr) == (kind == "draft")
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ from specdist.evaluation.speed import measure_speed
 from specdist.export.record import read_record
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.stages.run import Run
-from specdist.training.callbacks import checkpoint_step, complete_checkpoints
+from specdist.training.checkpoints import COMPLETE_FILE, best_step, checkpoint_path, checkpoint_step
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +33,40 @@ class Loader:
 
 
 def _evaluation_file(run: Run, step: int) -> Path:
-    return run.directory / "evaluations" / f"checkpoint-{step}.json"
+    return checkpoint_path(run.directory / "evaluations", step).with_suffix(".json")
+
+
+def _measured_steps(run: Run) -> list[int]:
+    return sorted(int(file.stem.split("-")[1]) for file in (run.directory / "evaluations").glob("checkpoint-*.json"))
+
+
+def _read_evaluation(run: Run, step: int) -> AcceptanceResult:
+    path = _evaluation_file(run, step)
+    return AcceptanceResult.from_json(provenance.read_json(path), str(path))
+
+
+def forget_after(run: Run, step: int) -> None:
+    """Delete the measurements of checkpoints after `step`: training goes on from there and makes them anew."""
+    for later in _measured_steps(run):
+        if later > step:
+            _evaluation_file(run, later).unlink()
+
+
+def lower_bounds(run: Run) -> dict[int, float]:
+    """By step, the lower 95 % bound of τ of each checkpoint that was measured; the untrained drafter is not one."""
+    results = {step: _read_evaluation(run, step) for step in _measured_steps(run) if step > 0}
+    return {step: result.summary.mean_accepted_length_interval[0] for step, result in results.items()}
 
 
 def primary_acceptance(run: Run, scorer: Callable[[], Scorer], eval_sets: list[EvalSet], step: int) -> AcceptanceResult:
     """Acceptance of one checkpoint at the gate's setting and draft length; measured once, then read."""
-    path = _evaluation_file(run, step)
-    if not path.exists():
+    if not (path := _evaluation_file(run, step)).exists():
         gamma = run.config.evaluation.num_speculative_tokens
         results = evaluate(scorer(), eval_sets[0], [gamma], f"acceptance of step {step}")
         if run.is_main:
             provenance.write_json(path, results[0].to_json())
         run.state.wait_for_everyone()
-    return AcceptanceResult.from_json(provenance.read_json(path), str(path))
+    return _read_evaluation(run, step)
 
 
 def champion_report(run: Run) -> EvalReport | None:
@@ -83,21 +104,23 @@ def _must_exist() -> Scorer:
     raise ArtifactError("the untrained drafter has not been measured; delete the run's directory and start anew")
 
 
-def best_checkpoint(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> tuple[Path, list[CheckpointPoint]]:
-    """The checkpoint with the best lower confidence bound of τ, and the curve of all (step 0 is untrained)."""
-    points, best = [CheckpointPoint(0, primary_acceptance(run, _must_exist, eval_sets, 0).summary)], None
-    for checkpoint in complete_checkpoints(run.checkpoints):
-        step = checkpoint_step(checkpoint)
-        scorer = lambda path=checkpoint: loader.scorer(path)  # noqa: E731
-        summary = primary_acceptance(run, scorer, eval_sets, step).summary
-        points.append(CheckpointPoint(step, summary))
-        bound = summary.mean_accepted_length_interval[0]
-        if best is None or bound > best[0]:
-            best = (bound, checkpoint)
-        logger.info("step %d: mean accepted length %.3f", step, summary.mean_accepted_length)
-    if best is None:
-        raise ArtifactError(f"{run.checkpoints}: no complete checkpoint; training wrote none")
-    return best[1], points
+def best_checkpoint(run: Run) -> tuple[Path, list[CheckpointPoint]]:
+    """The checkpoint with the best lower confidence bound of τ, and the curve of all (step 0 is untrained).
+
+    The curve holds deleted checkpoints too: their measurements stay. Raises ArtifactError where the best is not there.
+    """
+    points = [CheckpointPoint(step, _read_evaluation(run, step).summary) for step in _measured_steps(run)]
+    for point in points:
+        logger.info("step %d: mean accepted length %.3f", point.step, point.summary.mean_accepted_length)
+    if not (bounds := lower_bounds(run)):
+        raise ArtifactError(f"{run.checkpoints}: no complete checkpoint was measured; training wrote none")
+    best = checkpoint_path(run.checkpoints, best_step(bounds))
+    if not (best / COMPLETE_FILE).exists():
+        raise ArtifactError(
+            f"{best}: measured best of {len(bounds)} checkpoints, but it was removed; delete {run.checkpoints} to "
+            "train again, or choose another --output_dir"
+        )
+    return best, points
 
 
 def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport) -> EvalReport:

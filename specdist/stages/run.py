@@ -169,6 +169,16 @@ def _check_lengths(config: RecipeConfig, target: Target) -> None:
         logger.info("prompts longer than %d tokens leave no room for an answer; they are counted", context - answer)
 
 
+def _check_saves(training: Any) -> None:
+    """Acceptance is measured on what was saved, so nothing saved on time is nothing measured."""
+    strategy = str(getattr(training.save_strategy, "value", training.save_strategy))
+    if strategy not in ("steps", "epoch"):
+        raise ConfigError(
+            f"save_strategy {strategy!r}: each checkpoint is measured as it is saved, so it must be steps or epoch; "
+            "save_total_limit bounds how many stay on disk"
+        )
+
+
 def _check_disk(directory: Path, needed: int) -> int:
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
@@ -198,7 +208,7 @@ def _plan(run: Run, trained_bytes: int) -> None:
     eval_rows = 2 * len(run.eval_prompts)
     hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
     states = 4 * hidden * eval_rows * data.eval_max_new_tokens
-    checkpoints = 4 if steps.save_strategy != "no" else 1
+    checkpoints = max(2, steps.save_total_limit or 4)
     disk = states + best + trained_bytes * (checkpoints + 2 + 2)
     free = _check_disk(run.directory, disk)
     parameters = weights_bytes(run.target) / 2
@@ -243,10 +253,17 @@ def _prompts(config: RecipeConfig, state: PartialState) -> tuple[PromptSet, Prom
         )
 
 
-def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) -> Run | None:
+def start(
+    config: RecipeConfig,
+    kind: str,
+    *,
+    check: Callable[[Target], int],
+    preview: Callable[[Target], list[str]] = lambda target: [],
+) -> Run | None:
     """Check everything that can be known, claim the run's directory, and log the plan. None after a dry run.
 
-    `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained.
+    `check` checks the recipe's own part against the target and returns the size in bytes of what will be trained;
+    `preview` gives lines that a dry run says beside the plan.
     """
     state = PartialState()
     use_all_cores()
@@ -262,6 +279,7 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
     with state.main_process_first():
         target = open_target(config.target.target_model)
     _check_lengths(config, target)
+    _check_saves(config.training)
     trained_bytes = check(target)
     directory = Path(config.training.output_dir)
     check_writable(Path(config.release.registry))
@@ -273,6 +291,8 @@ def start(config: RecipeConfig, kind: str, *, check: Callable[[Target], int]) ->
         _plan(run, trained_bytes)
         if config.data.engine == "server":
             server_engine(config, target)
+        for line in preview(target) if state.is_main_process else []:
+            logger.info("%s", line)
         logger.info(
             "dry run: everything that can be checked now is in order; of the run nothing was made, "
             "its prompts are ready in %s",

@@ -1,4 +1,7 @@
-"""Owns the training stage: resume from the last complete checkpoint, measure each one that is saved, stop when done."""
+"""Owns the training stage: resume from the last complete checkpoint, measure each one that is saved, stop when done.
+
+Done is after the last epoch, or where `early_stopping_patience` checkpoints in a row brought no better acceptance.
+"""
 
 import logging
 from collections.abc import Callable
@@ -9,13 +12,10 @@ from typing import Any
 from transformers import Trainer
 
 from specdist import provenance
+from specdist.stages.assess import forget_after, lower_bounds
 from specdist.stages.run import Run
-from specdist.training.callbacks import (
-    CheckpointAcceptance,
-    MetricsFile,
-    last_complete_checkpoint,
-    run_training,
-)
+from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
+from specdist.training.checkpoints import checkpoint_step, is_stalled, last_complete_checkpoint, rotate
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +28,35 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
     if done.exists():
         logger.info("training: finished before, %s", provenance.read_json(done))
         return
-    resume_from = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
-    run.state.wait_for_everyone()
-    if resume_from:
-        logger.info("training: continues from %s", resume_from)
+    metrics = MetricsFile(run.directory / "metrics.jsonl")
+    resume_from = _resume(run, metrics, measure)
     arguments = copy(run.config.training)
     arguments.output_dir = str(run.checkpoints)
-    trainer = make_trainer(arguments)
-    run_training(
-        trainer,
-        resume_from=resume_from,
-        callbacks=[MetricsFile(run.directory / "metrics.jsonl"), CheckpointAcceptance(measure)],
-    )
+    limit, arguments.save_total_limit = arguments.save_total_limit, None  # the trainer's own rotation knows no best
+    patience = run.config.evaluation.early_stopping_patience
+    if not (resume_from and is_stalled(lower_bounds(run), patience)):
+        acceptance = CheckpointAcceptance(
+            measure, lambda: lower_bounds(run), save_total_limit=limit, early_stopping_patience=patience
+        )
+        run_training(make_trainer(arguments), resume_from=resume_from, callbacks=[metrics, acceptance])
     if run.is_main:
-        provenance.write_json(done, {"steps": trainer.state.global_step, "epochs": trainer.state.epoch})
+        bounds = lower_bounds(run)
+        rotate(run.checkpoints, bounds, limit)  # a kill may have come between the last measurement and this
+        record = {"steps": max(bounds, default=0), "stopped_early": is_stalled(bounds, patience)}
+        logger.info("training: finished, %s", record)
+        provenance.write_json(done, record)
     run.state.wait_for_everyone()
+
+
+def _resume(run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, float]]) -> Path | None:
+    """The checkpoint to go on from, measured; what was recorded after it is dropped."""
+    checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
+    if run.is_main:
+        forget_after(run, checkpoint_step(checkpoint) if checkpoint else 0)
+    run.state.wait_for_everyone()
+    if checkpoint:
+        logger.info("training: continues from %s", checkpoint)
+        values = measure(checkpoint)
+        if run.is_main:
+            metrics.resume(checkpoint_step(checkpoint), values)
+    return checkpoint

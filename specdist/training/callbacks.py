@@ -1,9 +1,7 @@
-"""Owns what happens around training steps: the metrics file, checkpoints, acceptance of each, a stop on NaN."""
+"""Owns what happens around training steps: the metrics file, the acceptance of each checkpoint, when to stop."""
 
 import json
-import logging
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,33 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from specdist import provenance
 from specdist.errors import SpecdistError
-
-logger = logging.getLogger(__name__)
-
-COMPLETE_FILE = "complete.json"
-_RESUME_ONLY_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    """The global step in a checkpoint's name."""
-    return int(checkpoint.name.split("-")[-1])
-
-
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints that were written to their end, in the order of their steps."""
-    found = [p for p in directory.glob("checkpoint-*") if (p / COMPLETE_FILE).exists()]
-    return sorted(found, key=checkpoint_step)
-
-
-def last_complete_checkpoint(directory: Path, *, is_main_process: bool) -> Path | None:
-    """The checkpoint to resume from. What a killed run left half-written is removed by the main process."""
-    complete = complete_checkpoints(directory)
-    if is_main_process:
-        for path in directory.glob("checkpoint-*"):
-            if path not in complete:
-                logger.info("removing %s, which an interrupted run left incomplete", path)
-                shutil.rmtree(path)
-    return complete[-1] if complete else None
+from specdist.training.checkpoints import checkpoint_path, is_stalled, mark_complete, rotate
 
 
 class NonFiniteLoss(SpecdistError):
@@ -56,11 +28,29 @@ class MetricsFile(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def keep_until(self, step: int) -> list[dict[str, Any]]:
+        """Drop what was logged after `step`, and a line that a kill cut off; returns what stays."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        provenance.write_text(self.path, "".join(line + "\n" for line in kept))
+        return [json.loads(line) for line in kept]
+
+    def append(self, step: int, values: dict[str, float]) -> None:
+        """Add one line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "time": round(time.time(), 1), **values}) + "\n")
+
+    def resume(self, step: int, values: dict[str, float]) -> None:
+        """Go on from the checkpoint of `step`, whose acceptance is `values`: a kill may have come before its line."""
+        if not any(line["step"] == step and values.keys() & line.keys() for line in self.keep_until(step)):
+            self.append(step, values)
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").split("\n")
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state.global_step]
-            provenance.write_text(self.path, "".join(line + "\n" for line in kept))
+        if state.is_world_process_zero:
+            self.keep_until(state.global_step)
 
     def on_log(
         self,
@@ -77,33 +67,47 @@ class MetricsFile(TrainerCallback):
                 "Lower learning_rate, or train in bfloat16 or float32 instead of float16"
             )
         if state.is_world_process_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"step": state.global_step, "time": round(time.time(), 1), **(logs or {})})
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            self.append(state.global_step, logs or {})
 
 
 class CheckpointAcceptance(TrainerCallback):
-    """Marks each saved checkpoint complete, then measures its acceptance from disk and logs that as metrics."""
+    """Marks each saved checkpoint complete, measures its acceptance from disk and logs that as metrics.
 
-    def __init__(self, evaluate: Callable[[Path], dict[str, float]]) -> None:
+    Then checkpoints over `save_total_limit` are deleted, never the best nor the newest, and training stops where
+    `early_stopping_patience` checkpoints in a row were no better (0: never). Both are decided by `lower_bounds`, which
+    reads what was measured (training/checkpoints.py).
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[Path], dict[str, float]],
+        lower_bounds: Callable[[], dict[int, float]],
+        *,
+        save_total_limit: int | None = None,
+        early_stopping_patience: int = 0,
+    ) -> None:
         self.evaluate = evaluate
+        self.lower_bounds = lower_bounds
+        self.save_total_limit = save_total_limit
+        self.early_stopping_patience = early_stopping_patience
         self.trainer: Trainer | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         directory = Path(str(args.output_dir))
-        checkpoint = directory / f"checkpoint-{state.global_step}"
+        checkpoint = checkpoint_path(directory, state.global_step)
         if state.is_world_process_zero:
-            provenance.write_json(checkpoint / COMPLETE_FILE, {"step": state.global_step})
-            for earlier in complete_checkpoints(directory)[:-1]:
-                for name in _RESUME_ONLY_FILES:  # only the newest is resumed from; weights of all stay
-                    (earlier / name).unlink(missing_ok=True)
+            mark_complete(checkpoint)
         if self.trainer is not None:
             self.trainer.accelerator.wait_for_everyone()
             # A resumed run does not measure again what was measured, so measuring must not draw from training's RNG
             with torch.random.fork_rng():
                 values = self.evaluate(checkpoint)
             self.trainer.log(values)
+        lower_bounds = self.lower_bounds()
+        if state.is_world_process_zero:
+            rotate(directory, lower_bounds, self.save_total_limit)
+        if is_stalled(lower_bounds, self.early_stopping_patience):
+            control.should_training_stop = True
 
 
 def run_training(trainer: Trainer, *, resume_from: Path | None, callbacks: list[TrainerCallback]) -> None:

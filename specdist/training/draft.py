@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils.data import Sampler
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
@@ -25,6 +27,7 @@ from specdist.losses import (
 )
 from specdist.training.batches import DraftCollator, schedule
 from specdist.training.on_policy import OnPolicy
+from specdist.training.order import seeded_by_epoch
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,9 @@ class DraftTrainer(SFTTrainer):
         ids = self.places[ids]
         ids = ids.masked_fill(ids == IGNORED, len(self.vocabulary))
         return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"], partial=True)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
 
     def compute_loss(
         self,

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdist.drafters.heads import MedusaHeads
 from specdist.losses import linear_cross_entropy
+from specdist.training.order import seeded_by_epoch
 
 IGNORED = -100
 
@@ -76,6 +78,9 @@ class HeadsTrainer(Trainer):
         self.target_model, self.decay = target_model, decay
         self._head_sums = torch.zeros(heads.num_heads, device=self.args.device)
         self._head_counts = torch.zeros(heads.num_heads, device=self.args.device)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
 
     def compute_loss(
         self,
