@@ -196,6 +196,16 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _states_bytes(run: Run, rows: int, eval_rows: int) -> int:
+    """Most that the target's stored states can take: in fp32 to evaluate, in its own dtype to learn from."""
+    data, objective = run.config.data, run.config.objective
+    hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
+    states = 4 * hidden * eval_rows * data.eval_max_new_tokens
+    if objective.needs_target and objective.target_distribution == "full" and objective.cache_target_states:
+        states += dtype_of(run.config.target.target_dtype).itemsize * hidden * rows * data.train_max_new_tokens
+    return states
+
+
 def _plan(run: Run, trained_bytes: int) -> None:
     """Log the plan with its costs; raise ArtifactError where disk or memory cannot hold it.
 
@@ -206,8 +216,7 @@ def _plan(run: Run, trained_bytes: int) -> None:
     # an id of 4 bytes and a log-probability of 2 for each of the best tokens, the tail's mass of 4
     best = rows * data.train_max_new_tokens * (6 * data.top_logprobs + 4) if data.top_logprobs else 0
     eval_rows = 2 * len(run.eval_prompts)
-    hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
-    states = 4 * hidden * eval_rows * data.eval_max_new_tokens
+    states = _states_bytes(run, rows, eval_rows)
     checkpoints = max(2, steps.save_total_limit or 4)
     disk = states + best + trained_bytes * (checkpoints + 2 + 2)
     free = _check_disk(run.directory, disk)
@@ -227,6 +236,7 @@ def _plan(run: Run, trained_bytes: int) -> None:
     if best:
         logger.info("plan            with the %d best tokens at each, up to %.1f GB", data.top_logprobs, best / 1e9)
     logger.info("plan            %d answers of up to %d tokens to evaluate on", eval_rows, data.eval_max_new_tokens)
+    logger.info("plan  objective %s", " + ".join(run.config.objective.objective))
     logger.info(
         "plan  training  %g epochs, %d processes of %d threads",
         steps.num_train_epochs,
