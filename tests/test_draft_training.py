@@ -371,3 +371,36 @@ def test_a_sharded_draft_has_the_gradient_of_a_whole_one() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_t1_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
+    ids = list(range(10, 16))
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids, "prompt_length": 0}])
+    trainer = make_trainer(tmp_path, rows, batch=1)
+    with torch.inference_mode():
+        logits = trainer.model(torch.tensor([ids])).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))  # a mean over 5 positions
+    loss, _ = step(trainer)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_t12_frozen_embeddings_are_neither_trained_nor_held_by_the_optimizer(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, examples(ROWS), batch=4, freeze=True)
+    frozen = {"model.embed_tokens.weight", "lm_head.weight"}
+    before = {name: trainer.model.get_parameter(name).detach().clone() for name in frozen}
+    step(trainer)
+    trainable = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert trainable == {name for name, _ in trainer.model.named_parameters()} - frozen
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert held == {id(trainer.model.get_parameter(name)) for name in trainable}
+    assert all(torch.equal(trainer.model.get_parameter(name), value) for name, value in before.items())
+
+
+def test_l3_mixed_precision_on_a_cpu_distils(tmp_path: Path) -> None:
+    rows = examples(ROWS)
+    half = make_trainer(tmp_path / "half", rows, batch=4, objective=MIXTURE, target=target_output(), bf16=True)
+    whole = make_trainer(tmp_path / "whole", rows, batch=4, objective=MIXTURE, target=target_output())
+    (loss, weights), (expected, _) = step(half), step(whole)
+    assert loss == pytest.approx(expected, rel=2e-2)
+    assert weights.dtype == torch.float32
+    assert torch.isfinite(weights).all()

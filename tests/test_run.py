@@ -109,3 +109,11 @@ def test_a_folder_with_other_things_in_it_is_refused(tiny_target_dir: Path, tmp_
     with pytest.raises(ArtifactError, match="is not empty"):
         begin(tmp_path, tiny_target_dir)
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_l4_acceptance_on_a_cpu_is_not_measured_in_float16(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begin(tmp_path, tiny_target_dir, "--eval_dtype", "float16")
+    assert run.config.target.eval_dtype == "float32"
+    assert "measured in float32 instead" in caplog.text

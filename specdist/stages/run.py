@@ -196,6 +196,15 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _avoid_float16(config: RecipeConfig) -> None:
+    """CPUs compute in float16 slowly and overflow early: acceptance is measured in float32 there."""
+    if config.target.eval_dtype == "float16":
+        logger.warning("eval_dtype float16 on a CPU: acceptance is measured in float32 instead")
+        config.target.eval_dtype = "float32"
+    if config.target.target_dtype == "float16":
+        logger.warning("target_dtype float16 on a CPU is slow and overflows early; bfloat16 or float32 is better")
+
+
 def _states_bytes(run: Run, rows: int, eval_rows: int) -> int:
     """Most that the target's stored states can take: in fp32 to evaluate, in its own dtype to learn from."""
     data, objective = run.config.data, run.config.objective
@@ -286,6 +295,8 @@ def start(
             "process and set tensor_parallel_size, or serve the target and use the engine server"
         )
     policy = load_policy(Path(config.release.gate_policy))
+    if state.device.type == "cpu":
+        _avoid_float16(config)
     with state.main_process_first():
         target = open_target(config.target.target_model)
     _check_lengths(config, target)
