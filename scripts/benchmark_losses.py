@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from benchmark_memory import extra_peak_megabytes, in_new_process, print_requirement
+from benchmark_process import device, in_new_process, peak_megabytes, prepare_process, print_requirement
 from torch import Tensor
 
 from specdist.losses import FullTarget, Objective, Projection, linear_objective, position_losses
 from specdist.objective import CROSS_ENTROPY, DIVERGENCES
-from specdist.stages.process import keep_freed_memory, use_all_cores
 
 MIXTURE = "mixture"
 OBJECTIVES = {name: Objective({name: 1.0}) for name in (CROSS_ENTROPY, *DIVERGENCES)} | {
     MIXTURE: Objective({CROSS_ENTROPY: 0.2, "forward_kl": 0.3, "negative_log_acceptance": 1.0})
 }
 TRL_BETA = {"forward_kl": 0.0, "jensen_shannon": 0.5, "reverse_kl": 1.0}
-TRL_VOCABULARY_CHUNK = 8192  # tokens; the kernel of log-probabilities leaves it to its caller
+TRL_VOCABULARY_CHUNK = 32768  # tokens, as its trainers have it
 TINY = 16  # positions, sizes and tokens of a first call, which loads libraries
 # Beside eager
 MEMORY_LIMIT, TIME_LIMIT, GROWTH_LIMIT = 1 / 8, 1.1, 1.1
@@ -56,10 +55,6 @@ class Inputs:
     projection: Projection
     labels: Tensor
     target: FullTarget
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -113,21 +108,14 @@ def step(case: Case, inputs: Inputs) -> float:
     return float(loss.detach()) / case.positions
 
 
-def prepare_process(case: Case) -> None:
-    """Cores and memory as in training."""
-    use_all_cores()
-    keep_freed_memory()
-    if case.threads:
-        torch.set_num_threads(case.threads)
-
-
 def memory(case: Case) -> float:
     """Peak beyond the inputs in MB, in a process of its own."""
-    prepare_process(case)
+    prepare_process(case.threads)
     tiny = Case(case.objective, case.way, TINY, TINY, TINY, case.dtype, case.train_projection, case.threads)
     step(tiny, make_inputs(tiny))
     inputs = make_inputs(case)
-    return extra_peak_megabytes(partial(step, case, inputs), device())
+    before, peak = peak_megabytes(partial(step, case, inputs))
+    return peak - before
 
 
 def gradients(case: Case) -> float:

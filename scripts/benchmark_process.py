@@ -1,4 +1,4 @@
-"""What the measurements share: peak memory of a call in a process of its own, and whether a requirement holds."""
+"""What the measurements share: the device, peak memory of a call in a process of its own, lines on requirements."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -8,7 +8,22 @@ from typing import Any
 
 import torch
 
+from specdist.stages.process import keep_freed_memory, use_all_cores
+
 STATUS, REFERENCED = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def device() -> str:
+    """Where to measure: CUDA where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prepare_process(threads: int | None) -> None:
+    """Cores and memory as in training; `threads` instead of all cores."""
+    use_all_cores()
+    keep_freed_memory()
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -17,22 +32,17 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def extra_peak_megabytes(call: Callable[[], Any], device: str) -> float:
-    """How far the memory of this process rises above its present size during a call: on CUDA, of its tensors.
-
-    On a CPU it is resident memory, by Linux' own record of its peak, which is reset first.
-    """
-    if device == "cuda":
-        torch.cuda.synchronize()
+def peak_megabytes(call: Callable[[], Any]) -> tuple[float, float]:
+    """Memory of this process before a call, and its peak during it: on CUDA of tensors, else resident (on Linux)."""
+    if device() == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-    REFERENCED.write_text("5")
+        return before / 1e6, torch.cuda.max_memory_allocated() / 1e6
+    REFERENCED.write_text("5")  # the peak is now the present size
     before = _kilobytes("VmRSS")
     call()
-    return (_kilobytes("VmHWM") - before) * 1.024e-3
+    return before * 1.024e-3, _kilobytes("VmHWM") * 1.024e-3
 
 
 def _kilobytes(name: str) -> int:
