@@ -79,7 +79,7 @@ def trl_fused_loss(trainer: DraftTrainer, model: Any, ids: Tensor, supervised: T
     target = trainer.target.states({"input_ids": ids}, supervised)
     weights = trainer.model.get_output_embeddings().weight, trainer.target.projection.weight
     with trainer.accelerator.autocast():
-        return _chunked_divergence_loss(draft, target, *weights, torch.ones(len(draft)), 0.0, num_items)[0]
+        return _chunked_divergence_loss(draft, target, *weights, draft.new_ones(len(draft)), 0.0, num_items)[0]
 
 
 class Clock(TrainerCallback):
