@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmark import peak_megabytes, synthetic_rows
+from benchmark_prompts import peak_megabytes, synthetic_rows
 
 from specdist.dataset.distill import build_dataset
 from specdist.dataset.prepare import PromptMix, prepare_prompts

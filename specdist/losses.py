@@ -6,9 +6,8 @@ An event is what a distribution is over: a token, or (with the target's best tok
 Coarser events bound a divergence from below, by the data processing inequality. No model is called here.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from specdist.objective import CROSS_ENTROPY, DIVERGENCES
 
-CHUNK = 128  # positions whose logits exist at a time
+CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
+TILE = 1 << 19  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
+_BLOCK = 4096  # tokens whose rows of a weight's gradient are added to at a time
 IGNORED = -100  # label of a position that has none
 LOG_ZERO = -100.0  # stands for log 0, so that the reverse KL to an impossible token is large and not infinite
 
@@ -46,14 +47,19 @@ def jensen_shannon(target_logprobs: Tensor, draft_logprobs: Tensor, beta: float)
     """
     if beta in (0.0, 1.0):
         return (reverse_kl if beta else forward_kl)(target_logprobs, draft_logprobs)
-    mixture = torch.logaddexp(target_logprobs + math.log(beta), draft_logprobs + math.log(1.0 - beta))
-    from_target = target_logprobs.exp() * (target_logprobs - mixture)
-    return (beta * from_target + (1.0 - beta) * draft_logprobs.exp() * (draft_logprobs - mixture)).sum(dim=-1)
+    target_part, draft_part = beta * target_logprobs.exp(), (1.0 - beta) * draft_logprobs.exp()
+    mixture = (target_part + draft_part + torch.finfo(torch.float32).tiny).log()
+    return (target_part * (target_logprobs - mixture) + draft_part * (draft_logprobs - mixture)).sum(dim=-1)
+
+
+def _minimum(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """min(log p, log q), whose gradient needs no masks: those of torch.minimum cost more than a pass of softmax."""
+    return draft_logprobs - torch.relu(draft_logprobs - target_logprobs)
 
 
 def total_variation(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
     """1 − Σ min(p, q) = ½ Σ |p − q|: [..., E] → [...]. The probability of a rejection (Leviathan et al. 2023, 3.3)."""
-    return 1.0 - torch.minimum(target_logprobs, draft_logprobs).exp().sum(dim=-1)
+    return 1.0 - _minimum(target_logprobs, draft_logprobs).exp().sum(dim=-1)
 
 
 def negative_log_acceptance(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
@@ -61,7 +67,7 @@ def negative_log_acceptance(target_logprobs: Tensor, draft_logprobs: Tensor) -> 
 
     The log of the expected acceptance of one token, so that a sum over positions is that of a whole run.
     """
-    return -torch.minimum(target_logprobs, draft_logprobs).logsumexp(dim=-1)
+    return -_minimum(target_logprobs, draft_logprobs).logsumexp(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,9 @@ class Projection:
 class TargetDistributions(Protocol):
     """The target's distributions at N positions, some at a time."""
 
+    def part(self, chunk: slice) -> "TargetDistributions":
+        """Those at some positions, with what is best computed for all of them at once."""
+
     def logprobs(self, chunk: slice, temperature: float) -> Tensor:
         """Log-probabilities of its events at `temperature`, fp32: [C, E]."""
 
@@ -142,11 +151,32 @@ class FullTarget:
     projection: Projection
     vocabulary: Tensor | None = None
 
-    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+    def part(self, chunk: slice) -> "TargetDistributions":
         weight = self.projection.weight
         with torch.autocast(weight.device.type, enabled=False):  # in the target's own dtype
             product = self.hidden[chunk].to(weight.dtype) @ weight.T  # [C, V]
-        logprobs = _log_softmax(self.projection.logits(product), temperature)
+        return _ProjectedTarget(product, self.projection, self.vocabulary)
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        return self.part(chunk).logprobs(slice(None), temperature)
+
+    def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
+        return draft_logprobs
+
+
+@dataclass(frozen=True)
+class _ProjectedTarget:
+    """A FullTarget whose states have met the projection: `product` [N, V], in the target's dtype."""
+
+    product: Tensor
+    projection: Projection
+    vocabulary: Tensor | None
+
+    def part(self, chunk: slice) -> "TargetDistributions":
+        return replace(self, product=self.product[chunk])
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        logprobs = _log_softmax(self.projection.logits(self.product[chunk]), temperature)
         return logprobs if self.vocabulary is None else logprobs[:, self.vocabulary]
 
     def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
@@ -167,6 +197,9 @@ class TopTarget:
     top_logprobs: Tensor
     tail_mass: Tensor
     partial: bool = False
+
+    def part(self, chunk: slice) -> "TargetDistributions":
+        return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk])
 
     def logprobs(self, chunk: slice, temperature: float) -> Tensor:
         best = self.top_logprobs[chunk].float()  # [C, K]
@@ -200,6 +233,38 @@ def position_losses(
     return objective.terms(draft_logprobs, labels, target_logprobs, target.events(draft_logprobs, chunk))
 
 
+def _to_gradients(
+    projection: Projection,
+    objective: Objective,
+    product: Tensor,
+    labels: Tensor,
+    target: TargetDistributions | None,
+) -> Tensor:
+    """Turn `product` [C, V] into the gradient of the weighted sum by it, in place; returns each loss's sum [terms].
+
+    In tiles of some rows: about ten tensors of the size of a tile exist at a time, and on a CPU stay in its caches.
+    """
+    factors = torch.tensor(list(objective.weights.values()), device=product.device)
+    sums = torch.zeros_like(factors)
+    rows = max(1, TILE // product.shape[1]) if product.device.type == "cpu" else len(product)
+    for start in range(0, len(product), rows):
+        tile = slice(start, start + rows)
+        leaf = product[tile].float().requires_grad_()
+        with torch.enable_grad():
+            logits = projection.logits(leaf)
+            terms = position_losses(objective, logits, labels[tile], target, tile).sum(dim=-1)
+            product[tile] = torch.autograd.grad((factors * terms).sum(), leaf)[0]
+        sums += terms.detach()
+    return sums
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. Block by block, whose products caches hold."""
+    for start in range(0, len(total), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        total[block] += left[:, block].T @ right
+
+
 class _LinearObjective(torch.autograd.Function):
     """The gradient of each chunk is formed with its loss, so that no logits are kept or computed twice."""
 
@@ -218,7 +283,7 @@ class _LinearObjective(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         matrix, states = weight.to(dtype), hidden.to(dtype)  # [V, D], [N, D]
         factors = torch.tensor(list(objective.weights.values()), device=hidden.device)
-        sums = torch.zeros(len(factors), device=hidden.device)
+        sums = torch.zeros_like(factors)
         grad_hidden = torch.empty_like(states)
         grad_weight, grad_bias = (
             torch.zeros_like(parameter, dtype=torch.float32) if parameter is not None and needed else None
@@ -226,18 +291,14 @@ class _LinearObjective(torch.autograd.Function):
         )
         for start in range(0, len(states), CHUNK):
             chunk = slice(start, start + CHUNK)
-            product = (states[chunk] @ matrix.T).float().requires_grad_()  # [C, V]
-            with torch.enable_grad():
-                logits = projection.logits(product)
-                terms = position_losses(objective, logits, labels[chunk], target, chunk).sum(dim=-1)
-                gradient = torch.autograd.grad((factors * terms).sum(), product)[0]
-            sums += terms.detach()
-            if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0)
-            gradient = gradient.to(dtype)
-            grad_hidden[chunk] = gradient @ matrix
+            product = states[chunk] @ matrix.T  # [C, V]
+            part = None if target is None else target.part(chunk)
+            sums += _to_gradients(projection, objective, product, labels[chunk], part)
+            grad_hidden[chunk] = product @ matrix
             if grad_weight is not None:
-                grad_weight += (gradient.T @ states[chunk]).float()
+                _add_product(grad_weight, product, states[chunk])
+            if grad_bias is not None:
+                grad_bias += product.sum(dim=0, dtype=torch.float32)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(sums)
@@ -246,8 +307,8 @@ class _LinearObjective(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (
-            None if gradient is None else (gradient * grad_output).to(dtype)
+        gradients = (  # in place: the graph is walked once
+            None if gradient is None else gradient.mul_(grad_output).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*gradients, None, None, None, None)

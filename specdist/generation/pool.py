@@ -4,6 +4,8 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import httpx
 
@@ -36,18 +38,24 @@ class Member:
 class Pool:
     """Servers at work for one context length, in tokens. Everything happens in one event loop."""
 
-    def __init__(self, members: list[Member], client: httpx.AsyncClient, context_length: int, patience: float) -> None:
-        """`patience`: seconds without any server after which work fails."""
+    def __init__(
+        self,
+        members: list[Member],
+        client: httpx.AsyncClient,
+        context_length: int,
+        patience: float,
+        start: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """`patience`: seconds without any server after which work fails. `start` runs what goes on beside requests."""
         self.members, self.context_length, self.patience = members, context_length, patience
-        self._client = client
+        self._client, self._start = client, start
         self._some_alive = asyncio.Event()
         self._last_death = time.monotonic()
-        self._rechecks: set[asyncio.Task[None]] = set()
         for member in members:
             if member.is_alive:
                 self._some_alive.set()
             else:
-                self._recheck_later(member)
+                start(self._recheck(member))
 
     async def write(self, request: Request) -> Answer:
         """The answer, from whichever server gives it. Raises ArtifactError where none does in the end."""
@@ -109,12 +117,7 @@ class Pool:
         if not others:
             self._some_alive.clear()
             self._last_death = time.monotonic()
-        self._recheck_later(member)
-
-    def _recheck_later(self, member: Member) -> None:
-        task = asyncio.get_running_loop().create_task(self._recheck(member))
-        self._rechecks.add(task)  # the loop alone would not keep it
-        task.add_done_callback(self._rechecks.discard)
+        self._start(self._recheck(member))
 
     async def _recheck(self, member: Member) -> None:
         """Wait until a dead server is back, and is what it must be."""

@@ -33,6 +33,7 @@ class _HttpThread:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
         self._is_ready = threading.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="specdist-servers", daemon=True)
 
     def __enter__(self) -> Self:
@@ -45,13 +46,25 @@ class _HttpThread:
         async with self.client:
             self._is_ready.set()
             await self._end.wait()
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Not the tasks that the client has for itself: those end with the ones that wait for them, and one that is
+            # cancelled before its first step leaves a coroutine that was never awaited
+            while tasks := list(self._tasks):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` until it is done or the block ends; may be called in any thread."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None  # it runs as one
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
 
     def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
@@ -118,7 +131,7 @@ class ServerEngine:
         done: queue.SimpleQueue[Future[Answer]] = queue.SimpleQueue()
         in_flight = 0
         with _HttpThread(self._client()) as http:
-            pool = http.start(self._pool(http.client)).result()
+            pool = http.start(self._pool(http)).result()
             while True:
                 while in_flight < self._max_in_flight and (request := next_request()) is not None:
                     check_length(request, self._context_length, "serve the target with a larger --max-model-len")
@@ -130,9 +143,9 @@ class ServerEngine:
                 in_flight -= 1
                 yield answer
 
-    async def _pool(self, client: httpx.AsyncClient) -> Pool:
+    async def _pool(self, http: _HttpThread) -> Pool:
         members = [Member(e, error) for e, error in zip(self._endpoints, self._errors, strict=True)]
-        return Pool(members, client, self._context_length, self._patience)
+        return Pool(members, http.client, self._context_length, self._patience, http.start)
 
     def close(self) -> None:
         """Nothing: connections end with `answers`."""

@@ -1,0 +1,67 @@
+"""The measurements of scripts/benchmark.py at tiny sizes: all ways run, agree in their values, and are judged."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("--hidden", "16", "--vocab", "300", "--threads", "1", "--dtype", "float32", "--rounds", "1")
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDIST_NUM_THREADS": "1"}
+    command = [sys.executable, "scripts/benchmark.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
+
+
+def judged(output: str) -> dict[str, bool]:
+    """Whether each requirement held, by its words."""
+    lines = re.findall(r"^(held|NOT HELD): (.*?): -?[\d.]+, at most [\d.]+$", output, flags=re.MULTILINE)
+    return {text: word == "held" for word, text in lines}
+
+
+def test_losses_compares_all_ways_and_exits_with_its_verdict() -> None:
+    name = "jensen_shannon"
+    result = benchmark("losses", "--objectives", name, "--positions", "40", *SIZES)
+    requirements = judged(result.stdout)
+    assert list(requirements) == [
+        f"{name}, {what} {other}"
+        for other in ("eager", "trl")
+        for what in ("time beside", "memory beside", "difference of values from")
+    ], result.stdout + result.stderr
+    assert requirements[f"{name}, difference of values from eager"]
+    assert requirements[f"{name}, difference of values from trl"]
+    assert result.returncode == (0 if all(requirements.values()) else 1)
+    assert len(re.findall(rf"^{name}, 40 positions, \w+: \d+ ms, \d+ MB ", result.stdout, flags=re.MULTILINE)) == 3
+
+
+def test_losses_reports_memory_by_the_number_of_tokens() -> None:
+    result = benchmark(
+        "losses", "--objectives", "mixture", "--ways", "chunked", "--positions", "600", "300", "--train-projection",
+        *("--hidden", "64", "--vocab", "8000", "--threads", "1"),
+    )  # fmt: skip
+    assert judged(result.stdout) == {"mixture, growth of memory with tokens": True}, result.stdout + result.stderr
+    assert result.returncode == 0
+    assert [int(n) for n in re.findall(r"mixture, (\d+) positions, chunked: [1-9]\d* MB", result.stdout)] == [300, 600]
+
+
+def test_train_draft_takes_the_same_steps_as_trls_loss(tmp_path: Path) -> None:
+    make = [sys.executable, "scripts/make_tiny_target.py", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(make, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=170)
+    result = benchmark(
+        *("train-draft", "--target", str(tmp_path / "target"), "--layers", "0", "--steps", "1", "--rounds", "1"),
+        *("--batch-rows", "2", "--max-length", "60", "--ways", "states", "trl_fused", "--dtype", "float32"),
+    )
+    requirements = judged(result.stdout)
+    assert len(requirements) == 3, result.stdout + result.stderr
+    assert requirements["states, difference of loss from trl_fused"]
+    assert result.returncode == (0 if all(requirements.values()) else 1)
+
+
+def test_a_measurement_that_does_not_exist_is_answered_by_those_that_do() -> None:
+    result = benchmark("speed")
+    assert result.returncode == 2
+    assert "benchmark.py train-draft --help" in result.stdout
