@@ -199,7 +199,7 @@ class TopTarget:
     partial: bool = False
 
     def part(self, chunk: slice) -> "TargetDistributions":
-        return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk])
+        return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk], self.partial)
 
     def logprobs(self, chunk: slice, temperature: float) -> Tensor:
         best = self.top_logprobs[chunk].float()  # [C, K]
