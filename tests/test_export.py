@@ -195,8 +195,24 @@ def test_a_reduced_vocabulary_is_exported_beside_the_full_projection(target: Tar
     ours, vocabulary = load_for_drafting(tmp_path / "export", target, torch.float32)
     assert torch.equal(vocabulary.ids, ids)
     with torch.inference_mode():
-        assert torch.equal(load_draft_model(tmp_path / "export", torch.float32)(TEXT).logits, model(TEXT).logits)
+        engines = load_draft_model(tmp_path / "export", torch.float32)(TEXT).logits
+        assert torch.equal(engines[..., ids], model(TEXT).logits[..., ids])
+        assert torch.equal(engines.argmax(-1), ids[ours(TEXT).logits.argmax(-1)])  # an engine drafts what we draft
         torch.testing.assert_close(ours(TEXT).logits, model(TEXT).logits[..., ids])
+
+
+def test_a_tied_draft_of_a_reduced_vocabulary_reads_what_it_cannot_propose(target: Target, tmp_path: Path) -> None:
+    model, ids = prune_layers(target.load_model(torch.float32), [1]).eval(), torch.tensor([4, 9, 200, 265, 267])
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    settings = {"dtype": torch.float32, "num_speculative_tokens": 4, "checkpoint_step": 7}
+    draft_model.export_draft_model(model, target, tmp_path / "export", vocabulary_ids=ids, **settings)
+    exported = load_draft_model(tmp_path / "export", torch.float32)
+    assert not exported.config.tie_word_embeddings
+    assert torch.equal(exported.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    with torch.inference_mode():
+        assert torch.equal(exported(TEXT).logits[..., ids], model(TEXT).logits[..., ids])
+        assert set(exported(TEXT).logits.argmax(-1).flatten().tolist()) <= set(ids.tolist())
 
 
 def test_a_full_vocabulary_has_no_such_limit(target: Target, tmp_path: Path) -> None:

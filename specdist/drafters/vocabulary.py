@@ -62,16 +62,27 @@ def shared_vocabulary_size(target: Target) -> int:
 
 
 @torch.no_grad()
-def mute_padding(model: PreTrainedModel, shared: int) -> None:
-    """Make the rows from `shared` on of the output projection the mean of those below.
+def mute_others(model: PreTrainedModel, ids: Tensor) -> None:
+    """Make all rows of the output projection that are not in `ids` the mean of those that are.
 
     Their logits are then the mean of the others', so no engine that drafts greedily over all rows can propose one,
-    and under sampling each has a probability of at most 1/`shared` (Jensen's inequality).
+    and under sampling each has a probability of at most 1/R (Jensen's inequality). Embeddings that are tied to the
+    projection are untied where `ids` leaves out tokens that a text can hold, since those are read as well.
     """
     projection = model.get_output_embeddings()
+    silent = torch.ones(projection.out_features, dtype=torch.bool, device=model.device)
+    silent[ids] = False
+    if projection.weight is model.get_input_embeddings().weight and bool(silent[: int(ids[-1])].any()):
+        projection.register_parameter("weight", nn.Parameter(projection.weight.detach().clone()))
+        model.config.tie_word_embeddings = False
     for rows in (projection.weight, getattr(projection, "bias", None)):  # [V, D], [V]
         if rows is not None:
-            rows[shared:] = rows[:shared].mean(dim=0)
+            rows[silent] = rows[~silent].mean(dim=0)
+
+
+def mute_padding(model: PreTrainedModel, shared: int) -> None:
+    """Let no row from `shared` on be proposed: `mute_others`."""
+    mute_others(model, torch.arange(shared))
 
 
 def select_vocabulary(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdist import provenance
-from specdist.drafters.vocabulary import VOCABULARY_FILE, mute_padding, shared_vocabulary_size, write_vocabulary
+from specdist.drafters.vocabulary import VOCABULARY_FILE, mute_others, shared_vocabulary_size, write_vocabulary
 from specdist.errors import ConfigError
 from specdist.export.record import ExportRecord, check_read_back, copy_tokenizer, write_record
 from specdist.target import Target
@@ -35,9 +35,9 @@ def _known_limits(vocab_size: int, vocabulary_ids: Tensor | None) -> list[str]:
     limits = ["vLLM needs the same tensor parallelism for draft and target"]
     if vocabulary_ids is not None:
         limits.append(
-            f"acceptance and speed were measured with a draft vocabulary of {len(vocabulary_ids)} of {vocab_size} "
-            f"tokens ({VOCABULARY_FILE}), which specdist's decoder reads and engines do not: they draft with all "
-            "tokens, pay for the full projection, and can propose tokens that training left out"
+            f"it proposes {len(vocabulary_ids)} of {vocab_size} tokens ({VOCABULARY_FILE}): specdist's decoder "
+            "computes those alone; engines compute all, propose none of the others while they draft greedily, and with sampled "
+            "drafts can, which lowers their acceptance"
         )
     return limits
 
@@ -54,8 +54,9 @@ def export_draft_model(
 ) -> ExportRecord:
     """Write `model` in `dtype` with the target's tokenizer and EOS set to `directory`, atomically.
 
-    The projection has all rows of the target's vocabulary; those that are padding are made so that no engine proposes
-    them (`mute_padding`). A reduced vocabulary, `vocabulary_ids` [R], is written beside it for our own decoder.
+    The projection has all rows of the target's vocabulary; those that are padding, or not in a reduced vocabulary
+    `vocabulary_ids` [R], are made so that no engine proposes them (`mute_others`). The ids are written beside it, by
+    which our own decoder leaves the others out.
 
     Raises ConfigError where the vocabulary sizes differ (vLLM compares them), ArtifactError on a failed read-back.
     """
@@ -68,7 +69,8 @@ def export_draft_model(
     eos = target.identity.eos_token_ids
     # A copy, since `to` would convert the caller's own model. Its wrapper in transformers has no usable type.
     model = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
-    mute_padding(model, shared_vocabulary_size(target))
+    shared = torch.arange(shared_vocabulary_size(target))
+    mute_others(model, shared if vocabulary_ids is None else vocabulary_ids)
     # Engines go by the key and drop the projection where it says tied, whatever the tensors are.
     model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.config.eos_token_id = eos[0] if len(eos) == 1 else eos
