@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from specdist.dataset.manifest import verified_shards
@@ -67,6 +68,12 @@ def training_examples(directory: Path, *, max_length: int, top: bool = False) ->
         logger.warning("dropped %d of %d rows: prompt of max_length %d or more", dropped, manifest.num_rows, max_length)
     order = np.argsort(examples.data.column("id").to_numpy())
     return examples.select(order).remove_columns("id")
+
+
+def column_lengths(examples: Dataset, name: str) -> np.ndarray:
+    """Length of the list in column `name` of every example: [examples]. Read in batches, not as Python's lists."""
+    batches = examples.select_columns(name).with_format("arrow").iter(10_000)
+    return np.concatenate([pc.list_value_length(batch.column(name)).to_numpy() for batch in batches])
 
 
 def _examples(batch: pa.RecordBatch, max_length: int, num_best: int) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdist.dataset.examples import column_lengths
 from specdist.errors import ArtifactError
 from specdist.progress import track
 from specdist.provenance import atomic_path, remove_leftovers
@@ -68,7 +69,7 @@ def target_states(
     give the target's own choices.
     """
     state = PartialState()
-    lengths = np.array([len(ids) for ids in examples["input_ids"]]) - np.array(examples["prompt_length"])
+    lengths = column_lengths(examples, "input_ids") - np.array(examples["prompt_length"])
     offsets = np.concatenate([[0], lengths.cumsum()])
     starts = _shard_starts(offsets)
     bounds = list(zip(starts, [*starts[1:], len(examples)], strict=True))
@@ -112,7 +113,7 @@ def _write(
 
 def _batches(members: Dataset) -> Iterator[list[int]]:
     """Examples of like length together, up to _BATCH_TOKENS with padding."""
-    lengths = [len(ids) for ids in members["input_ids"]]
+    lengths = column_lengths(members, "input_ids")
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > _BATCH_TOKENS:

@@ -72,6 +72,7 @@ def mute_others(model: PreTrainedModel, ids: Tensor) -> None:
     projection = model.get_output_embeddings()
     silent = torch.ones(projection.out_features, dtype=torch.bool, device=model.device)
     silent[ids] = False
+    rows: Tensor | None
     if projection.weight is model.get_input_embeddings().weight and bool(silent[: int(ids[-1])].any()):
         projection.register_parameter("weight", nn.Parameter(projection.weight.detach().clone()))
         model.config.tie_word_embeddings = False

@@ -35,9 +35,9 @@ def _known_limits(vocab_size: int, vocabulary_ids: Tensor | None) -> list[str]:
     limits = ["vLLM needs the same tensor parallelism for draft and target"]
     if vocabulary_ids is not None:
         limits.append(
-            f"it proposes {len(vocabulary_ids)} of {vocab_size} tokens ({VOCABULARY_FILE}): specdist's decoder "
-            "computes those alone; engines compute all, propose none of the others while they draft greedily, and with sampled "
-            "drafts can, which lowers their acceptance"
+            f"it proposes {len(vocabulary_ids)} of {vocab_size} tokens ({VOCABULARY_FILE}): our own decoder computes "
+            "those alone; engines compute all and propose none of the others while they draft greedily, but can with "
+            "sampled drafts, which lowers their acceptance"
         )
     return limits
 

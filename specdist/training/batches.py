@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from specdist.dataset.examples import column_lengths
 from specdist.dataset.features import TargetStates
 from specdist.losses import IGNORED
 
@@ -52,7 +53,7 @@ def schedule(examples: Dataset, capacity: int | None = None) -> Dataset:
 
     Each example by itself, or packs of at most `capacity` tokens.
     """
-    lengths = list(map(len, examples["input_ids"]))
+    lengths = column_lengths(examples, "input_ids").tolist()
     groups = pack(lengths, capacity) if capacity else [[i] for i in range(len(lengths))]
     return Dataset.from_dict({"members": groups, "length": [sum(lengths[i] for i in group) for group in groups]})
 
