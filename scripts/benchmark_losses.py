@@ -110,10 +110,10 @@ def step(case: Case, inputs: Inputs) -> float:
 
 def memory(case: Case) -> float:
     """Peak beyond the inputs in MB, in a process of its own."""
-    prepare_process(case.threads)
+    inputs = make_inputs(case)
+    prepare_process(case.threads)  # not before: what making them frees goes back to the system, and is not used again
     tiny = Case(case.objective, case.way, TINY, TINY, TINY, case.dtype, case.train_projection, case.threads)
     step(tiny, make_inputs(tiny))
-    inputs = make_inputs(case)
     before, peak = peak_megabytes(partial(step, case, inputs))
     return peak - before
 
@@ -126,6 +126,7 @@ def gradients(case: Case) -> float:
 
 def times(cases: list[Case], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Best seconds of each way, and its loss. All take turns; the first round warms up."""
+    prepare_process(cases[0].threads)
     inputs = make_inputs(cases[0])
     best, losses = {case.way: float("inf") for case in cases}, {}
     for number in range(rounds + 1):
