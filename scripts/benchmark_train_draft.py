@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> int:
     add("--layers", nargs="+", type=int, default=[0, 1, 2, 3], help="of the target, which are the draft's")
     add("--dataset", type=Path, help="directory of a finished dataset; default: random tokens in chat's lengths")
     add("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    add("--steps", type=int, default=4, help="that are timed, after one that is not")
+    add("--steps", type=int, default=3, help="that are timed, after one that is not")
     add("--batch-rows", type=int, default=8)
     add("--max-length", type=int, default=320, help="of a row in tokens")
     add(

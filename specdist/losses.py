@@ -289,12 +289,14 @@ class _LinearObjective(torch.autograd.Function):
             torch.zeros_like(parameter, dtype=torch.float32) if parameter is not None and needed else None
             for parameter, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
+        buffer = states.new_empty(min(CHUNK, len(states)), len(matrix))
         for start in range(0, len(states), CHUNK):
             chunk = slice(start, start + CHUNK)
-            product = states[chunk] @ matrix.T  # [C, V]
+            product = torch.mm(states[chunk], matrix.T, out=buffer[: len(states) - start])  # [C, V]
             part = None if target is None else target.part(chunk)
             sums += _to_gradients(projection, objective, product, labels[chunk], part)
-            grad_hidden[chunk] = product @ matrix
+            del part  # before the next one is made
+            torch.mm(product, matrix, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, product, states[chunk])
             if grad_bias is not None:
