@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +70,9 @@ def mute_others(model: PreTrainedModel, ids: Tensor) -> None:
     and under sampling each has a probability of at most 1/R (Jensen's inequality). Embeddings that are tied to the
     projection are untied where `ids` leaves out tokens that a text can hold, since those are read as well.
     """
-    projection = model.get_output_embeddings()
+    projection = cast(nn.Linear, model.get_output_embeddings())
     silent = torch.ones(projection.out_features, dtype=torch.bool, device=model.device)
     silent[ids] = False
-    rows: Tensor | None
     if projection.weight is model.get_input_embeddings().weight and bool(silent[: int(ids[-1])].any()):
         projection.register_parameter("weight", nn.Parameter(projection.weight.detach().clone()))
         model.config.tie_word_embeddings = False

@@ -42,6 +42,18 @@ def _known_limits(vocab_size: int, vocabulary_ids: Tensor | None) -> list[str]:
     return limits
 
 
+def _assistant_defaults(model: PreTrainedModel, target: Target, num_speculative_tokens: int) -> GenerationConfig:
+    """What transformers reads of an assistant model: it drafts a fixed number of tokens."""
+    return GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=target.tokenizer.pad_token_id,
+        num_assistant_tokens=num_speculative_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+
+
 def export_draft_model(
     model: PreTrainedModel,
     target: Target,
@@ -74,14 +86,7 @@ def export_draft_model(
     # Engines go by the key and drop the projection where it says tied, whatever the tensors are.
     model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     model.config.eos_token_id = eos[0] if len(eos) == 1 else eos
-    model.generation_config = GenerationConfig(
-        bos_token_id=model.config.bos_token_id,
-        eos_token_id=model.config.eos_token_id,
-        pad_token_id=target.tokenizer.pad_token_id,
-        num_assistant_tokens=num_speculative_tokens,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
-    )
+    model.generation_config = _assistant_defaults(model, target, num_speculative_tokens)
     with provenance.atomic_directory(directory) as temporary:
         model.save_pretrained(temporary)
         copy_tokenizer(target.path, temporary)
