@@ -37,7 +37,9 @@ from trl import SFTConfig
 
 from specdist.dataset.examples import training_examples
 from specdist.dataset.features import target_states
-from specdist.drafters.causal_lm import make_draft_model
+from specdist.drafter_config import DraftArguments
+from specdist.drafters.initial import make_draft_model
+from specdist.drafters.vocabulary import shared_vocabulary_size
 from specdist.losses import IGNORED, Objective, forward_kl
 from specdist.target import Target, open_target
 from specdist.training.batches import DraftCollator
@@ -132,7 +134,7 @@ def make_trainer(way: str, args: argparse.Namespace, target: Target, rows: Datas
             args.states, rows, lambda: model, hidden_size=target.config.get_text_config().hidden_size
         )
     trainer = draft_trainer(
-        make_draft_model("prune", args.layers, target),
+        make_draft_model(DraftArguments(draft_layers=args.layers), target)[0],
         target.tokenizer,
         DraftCollator(rows, target.identity.eos_token_ids[0], states=states),
         SFTConfig(
@@ -148,6 +150,7 @@ def make_trainer(way: str, args: argparse.Namespace, target: Target, rows: Datas
             disable_tqdm=True,
             use_cpu=device() == "cpu",
         ),
+        num_tokens=shared_vocabulary_size(target),
         objective=OBJECTIVE,
         target=TargetOutput(output_projection(model, target.config), None if states else model),
         freeze_embeddings=True,

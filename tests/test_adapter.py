@@ -81,7 +81,7 @@ def make_trainer(init: Path, directory: Path, arguments: DraftArguments = LORA, 
 
 
 def train(trainer, resume_from: Path | None = None) -> None:
-    run_training(trainer, resume_from=resume_from, callbacks=[CheckpointAcceptance(lambda _: {})])
+    run_training(trainer, resume_from=resume_from, callbacks=[CheckpointAcceptance(lambda _: {}, dict)])
 
 
 def adapter_logits(init: Path, checkpoint: Path) -> torch.Tensor:
