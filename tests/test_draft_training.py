@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from specdist.dataset.features import TargetStates, target_states
 from specdist.losses import Objective
-from specdist.training.batches import DraftCollator, pack
+from specdist.training.batches import DraftCollator, pack, schedule
 from specdist.training.draft import DraftTrainer, TargetOutput, draft_trainer, output_projection
 from specdist.training.on_policy import OnPolicy, documents
 
@@ -255,7 +255,7 @@ def test_m13_packed_documents_give_the_step_of_separate_rows(tmp_path: Path, obj
     packed = make_trainer(
         tmp_path / "packed", rows, batch=8, objective=objective, target=target, collate={"packed": True}, max_length=24
     )
-    assert sorted(packed.train_dataset["length"]) == [21, 22, 22]
+    assert sorted(packed.train_dataset["length"]) == [0] * 5 + [21, 22, 22]
     same_step(step(packed), apart)
 
 
@@ -371,6 +371,33 @@ def test_a_sharded_draft_has_the_gradient_of_a_whole_one() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["states", "top", "packed"])
+def test_a_batch_of_items_without_members_teaches_nothing(tmp_path: Path, kind: str) -> None:
+    rows = with_top_tokens(examples(ROWS), 5)
+    collate = {"states": {"states": states_of(rows, tmp_path / "states")}, "top": {"top": True}}.get(kind)
+    trainer = make_trainer(
+        tmp_path,
+        rows,
+        batch=4,
+        objective=MIXTURE,
+        target=target_output(),
+        collate=collate or {"packed": True},
+        max_length=64,
+    )
+    batch = trainer.data_collator([{"members": [], "length": 0}] * 2)
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=7)
+    assert float(loss.detach()) == 0.0
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+
+
+def test_the_last_batches_are_filled_with_nothing(tmp_path: Path) -> None:
+    rows = examples([(3, 4)] * 5)
+    padded = schedule(rows, multiple_of=4)
+    assert padded["members"] == [[0], [1], [2], [3], [4], [], [], []]
+    assert padded["length"] == [7] * 5 + [0] * 3
 
 
 def test_t1_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:

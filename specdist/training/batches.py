@@ -39,22 +39,32 @@ class DraftCollator:
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         members = [index for item in items for index in item["members"]]
-        rows = [self.examples[index] for index in members]
+        rows = [self.examples[index] for index in members] or [self._nothing()]
         batch = flattened(rows) if self.packed else padded(rows, self.pad_token_id)
         if self.states is not None:
-            batch["target_states"] = torch.cat([self.states.of(i) for i in members])
+            batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: None if members else 0]
         if self.top:
             batch |= _top_tokens(rows)
         return batch
 
+    def _nothing(self) -> dict[str, Any]:
+        """A row in which nothing is learned, for a batch of items without members."""
+        first = self.examples[0]
+        num_best = len(first["top_ids"]) // len(first["tail_mass"]) if self.top else 0
+        best = {"top_ids": np.empty((0, num_best)), "top_logprobs": np.empty((0, num_best)), "tail_mass": []}
+        return {"input_ids": [self.pad_token_id] * 2, "labels": [IGNORED] * 2, **(best if self.top else {})}
 
-def schedule(examples: Dataset, capacity: int | None = None) -> Dataset:
+
+def schedule(examples: Dataset, capacity: int | None = None, *, multiple_of: int = 1) -> Dataset:
     """What a trainer draws from: `members` (indices into `examples`) and `length` in tokens.
 
-    Each example by itself, or packs of at most `capacity` tokens.
+    Each example by itself, or packs of at most `capacity` tokens. Items without members make their number a multiple
+    of `multiple_of`, the items of all processes' batches: else accelerate would repeat some to fill the last of them,
+    and what is learned would depend on the number of processes.
     """
     lengths = column_lengths(examples, "input_ids").tolist()
-    groups = pack(lengths, capacity) if capacity else [[i] for i in range(len(lengths))]
+    groups: list[list[int]] = pack(lengths, capacity) if capacity else [[i] for i in range(len(lengths))]
+    groups += [[] for _ in range(-len(groups) % multiple_of)]
     return Dataset.from_dict({"members": groups, "length": [sum(lengths[i] for i in group) for group in groups]})
 
 
@@ -86,7 +96,8 @@ def _top_tokens(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     count = sum(map(len, masses))  # S
 
     def table(name: str, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(row[name], dtype=dtype) for row in rows])).view(count, -1)
+        values = torch.from_numpy(np.concatenate([np.asarray(row[name], dtype=dtype) for row in rows]))
+        return values.view(count, -1) if count else values
 
     return {
         "top_ids": table("top_ids", np.int64),

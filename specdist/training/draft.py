@@ -234,7 +234,11 @@ def draft_trainer(
         vocabulary=vocabulary,
         on_policy=on_policy,
         args=arguments,
-        train_dataset=schedule(collator.examples, arguments.max_length if collator.packed else None),
+        train_dataset=schedule(
+            collator.examples,
+            arguments.max_length if collator.packed else None,
+            multiple_of=arguments.train_batch_size * arguments.world_size,
+        ),
         data_collator=collator,
         processing_class=tokenizer,
     )
