@@ -33,7 +33,7 @@ from specdist.stages.run import Run, dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
-from specdist.training.draft import draft_trainer
+from specdist.training.draft import check_training, draft_trainer
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/draft.yaml"
 
@@ -66,6 +66,7 @@ def main() -> int:
     config: RecipeConfig = parse(DraftArguments, SFTConfig, default_config=DEMO_CONFIG)
 
     def check(target: Target) -> int:
+        check_training(config.training)
         return check_draft_model(config.model, target)
 
     def preview(target: Target) -> list[str]:

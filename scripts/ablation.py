@@ -39,8 +39,8 @@ def command(name: str, changes: dict[str, Any], common: list[str]) -> list[str]:
     for key, value in changes.items():
         if key not in NOT_KEYS:
             keys += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    return [*launch, "recipes/distill_draft.py", "--config", str(CONFIGS / "base.yaml"), *keys]
+    # Not by accelerate launch, which makes every verdict but a promotion a status of 1
+    return [sys.executable, "recipes/distill_draft.py", "--config", str(CONFIGS / "base.yaml"), *keys]
 
 
 def run(only: list[str], common: list[str]) -> int:
@@ -83,11 +83,10 @@ def cells(name: str, changes: dict[str, Any], reports: dict[str, EvalReport], se
 
 def tables() -> str:
     """Markdown of all runs that are finished."""
-    parts = []
-    for heading, members in variants().items():
-        reports = {
-            n: read_report(RUNS / n) for t in variants().values() for n in t if (RUNS / n / "report.json").exists()
-        }
+    parts, headings = [], variants()
+    names = [name for members in headings.values() for name in members]
+    reports = {name: read_report(RUNS / name) for name in names if (RUNS / name / "report.json").exists()}
+    for heading, members in headings.items():
         finished = [name for name in members if name in reports]
         if not finished:
             continue

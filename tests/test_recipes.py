@@ -213,6 +213,7 @@ def test_two_processes_and_another_batch_size_write_the_same_rows(target: Path, 
         (["--draft_vocab_size", "9999"], "draft_vocab_size = 9999: expected 1"),
         (["--lora_rank", "4", "--lora_target_modules", "query"], "the draft has no 'query'"),
         (["--lora_rank", "4", "--load_in_4bit", "true"], "load_in_4bit: "),
+        (["--padding_free", "true"], "set packing: true instead"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_makes_nothing(

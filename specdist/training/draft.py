@@ -202,6 +202,14 @@ class DraftTrainer(SFTTrainer):
         super().log(logs, start_time)
 
 
+def check_training(arguments: SFTConfig) -> None:
+    """Raise ConfigError on what this trainer cannot honour, before there is work to lose."""
+    if arguments.padding_free:
+        raise ConfigError("padding_free = true: documents would attend to each other; set packing: true instead")
+    if arguments.max_length is None:
+        raise ConfigError("max_length is empty: expected the longest prompt with answer that is trained on, in tokens")
+
+
 def draft_trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
