@@ -18,7 +18,8 @@ import torch
 from benchmark_process import device, in_new_process, peak_megabytes, prepare_process, print_requirement
 from torch import Tensor
 
-from specdist.losses import FullTarget, Objective, Projection, linear_objective, position_losses
+from specdist.fused_losses import linear_objective
+from specdist.losses import FullTarget, Objective, Projection, position_losses
 from specdist.objective import CROSS_ENTROPY, DIVERGENCES
 
 MIXTURE = "mixture"

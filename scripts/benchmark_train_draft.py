@@ -41,9 +41,10 @@ from specdist.drafter_config import DraftArguments
 from specdist.drafters.initial import make_draft_model
 from specdist.drafters.vocabulary import shared_vocabulary_size
 from specdist.losses import IGNORED, Objective, forward_kl
-from specdist.target import Target, open_target
+from specdist.target import Target, open_target, output_projection
 from specdist.training.batches import DraftCollator
-from specdist.training.draft import DraftTrainer, TargetOutput, draft_trainer, output_projection
+from specdist.training.draft import DraftTrainer, draft_trainer
+from specdist.training.target_output import TargetOutput
 
 OBJECTIVE = Objective({"forward_kl": 1.0})
 WAYS = ("eager", "live", "states", "trl_gkd", "trl_fused")
@@ -78,7 +79,8 @@ def trl_fused_loss(trainer: DraftTrainer, model: Any, ids: Tensor, supervised: T
 
     output = model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
     draft = output.hidden_states[-1][:, :-1][supervised]  # [S, D]
-    target = trainer.target.states({"input_ids": ids}, supervised)
+    at = torch.nn.functional.pad(supervised, (0, 1))  # [B, T]: nothing follows the last position
+    target = trainer.target.states({"input_ids": ids}, at)
     weights = trainer.model.get_output_embeddings().weight, trainer.target.projection.weight
     with trainer.accelerator.autocast():
         return _chunked_divergence_loss(draft, target, *weights, draft.new_ones(len(draft)), 0.0, num_items)[0]

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from specdist.config import EvaluationArguments, check_choice, check_range
+from specdist.config import EvaluationArguments, TargetArguments, check_choice, check_range
 from specdist.errors import ConfigError
+from specdist.objective import ObjectiveArguments
 
 LAYER_RULES = ("even", "ends", "importance")
+HEAD_KINDS = (MEDUSA, HYDRA) = ("medusa", "hydra")
+HEAD_PROJECTIONS = (SHARED, OWN, LOW_RANK) = ("shared", "own", "low_rank")
 
 
 @dataclass
@@ -70,22 +73,54 @@ class DraftArguments:
 
 @dataclass
 class HeadsArguments:
-    """Medusa heads before training."""
+    """Draft heads before training."""
+
+    head_kind: str = field(
+        default="medusa",
+        metadata={"help": "medusa, or hydra: each head also sees the tokens that were drafted before it."},
+    )
 
     medusa_num_heads: int = field(default=4, metadata={"help": "Tokens drafted at a time."})
     medusa_num_layers: int = field(default=1, metadata={"help": "Residual blocks per head."})
+    head_projection: str = field(
+        default="shared",
+        metadata={"help": "To the vocabulary: shared (the target's, frozen), own (a copy to train), or low_rank."},
+    )
+    head_projection_rank: int = field(
+        default=64, metadata={"help": "For low_rank: the rank of the difference to the target's, trained and merged."}
+    )
+    pack_tokens: int = field(
+        default=0, metadata={"help": "Put documents of so many tokens together in a row; 0 pads each row."}
+    )
     head_loss_decay: float = field(
         default=0.8, metadata={"help": "Head i weighs decay^i in the loss (Cai et al. 2024, eq. 1)."}
     )
 
     def __post_init__(self) -> None:
+        check_choice("head_kind", self.head_kind, HEAD_KINDS)
+        check_choice("head_projection", self.head_projection, HEAD_PROJECTIONS)
+        check_range("heads", "head_projection_rank", self.head_projection_rank, 1, 4_096)
+        check_range("heads", "pack_tokens", self.pack_tokens, 0, 10_000_000)
         check_range("heads", "medusa_num_heads", self.medusa_num_heads, 1, 16)
         check_range("heads", "medusa_num_layers", self.medusa_num_layers, 1, 8)
         check_range("heads", "head_loss_decay", self.head_loss_decay, 0.01, 1.0)
 
 
-def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments) -> None:
-    """Raise ConfigError where the judged draft length is more than the heads can draft."""
+def check_heads(
+    heads: HeadsArguments, evaluation: EvaluationArguments, objective: ObjectiveArguments, target: TargetArguments
+) -> None:
+    """Raise ConfigError where the judged draft length exceeds the heads, and on what heads cannot learn by."""
+    if target.shard_target and objective.cache_target_states:
+        raise ConfigError(
+            "shard_target with cache_target_states: the processes would wait for each other while they store states; "
+            "set cache_target_states: false, so that the target runs at every step"
+        )
+    if objective.on_policy_share:
+        raise ConfigError("on_policy_share: heads draft from the target's states and write no text; leave it out")
+    if objective.needs_target and objective.target_distribution == "top":
+        raise ConfigError(
+            "target_distribution top: heads read the target's states, which give it in full; leave it out"
+        )
     if evaluation.num_speculative_tokens > heads.medusa_num_heads:
         raise ConfigError(
             f"num_speculative_tokens = {evaluation.num_speculative_tokens}: {heads.medusa_num_heads} heads draft "

@@ -1,6 +1,7 @@
-"""Owns training objectives: pure functions of distributions per position, and their form fused with the projection.
+"""Owns training objectives: pure functions of distributions per position, and what gives the two distributions.
 
-Shapes: N supervised positions, C positions of a chunk, D hidden size, V vocabulary, K best tokens, E events.
+Shapes: N supervised positions, C of them, D hidden size, R columns of a low-rank difference, V vocabulary, K best
+tokens, E events.
 
 An event is what a distribution is over: a token, or (with the target's best tokens alone) all others taken together.
 Coarser events bound a divergence from below, by the data processing inequality. No model is called here.
@@ -9,17 +10,13 @@ Coarser events bound a divergence from below, by the data processing inequality.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from specdist.objective import CROSS_ENTROPY, DIVERGENCES
 
-CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
-TILE = 1 << 19  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
-_BLOCK = 4096  # tokens whose rows of a weight's gradient are added to at a time
 IGNORED = -100  # label of a position that has none
 LOG_ZERO = -100.0  # stands for log 0, so that the reverse KL to an impossible token is large and not infinite
 
@@ -109,12 +106,24 @@ class Objective:
 
 @dataclass(frozen=True)
 class Projection:
-    """From hidden states to logits: `weight` [V, D], `bias` [V], then a scale, then a soft cap (Gemma 2)."""
+    """From hidden states to logits: `weight` [V, D], `bias` [V], then a scale, then a soft cap (Gemma 2).
+
+    With `update` [V, R], states have R more columns, their coordinates in a low-rank difference to the weight.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    update: Tensor | None = None
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Logits in fp32 of states, all at once: [..., D] or [..., D + R] → [..., V]."""
+        columns = self.weight.shape[1]
+        product = hidden[..., :columns] @ self.weight.T
+        if self.update is not None:
+            product = product + hidden[..., columns:] @ self.update.T
+        return self.logits(product)
 
     def logits(self, product: Tensor) -> Tensor:
         """Logits in fp32 from the product of states and weight, which may be overwritten: [..., V]."""
@@ -231,111 +240,3 @@ def position_losses(
     with torch.no_grad():
         target_logprobs = target.logprobs(chunk, objective.temperature)
     return objective.terms(draft_logprobs, labels, target_logprobs, target.events(draft_logprobs, chunk))
-
-
-def _to_gradients(
-    projection: Projection,
-    objective: Objective,
-    product: Tensor,
-    labels: Tensor,
-    target: TargetDistributions | None,
-) -> Tensor:
-    """Turn `product` [C, V] into the gradient of the weighted sum by it, in place; returns each loss's sum [terms].
-
-    In tiles of some rows: about ten tensors of the size of a tile exist at a time, and on a CPU stay in its caches.
-    """
-    factors = torch.tensor(list(objective.weights.values()), device=product.device)
-    sums = torch.zeros_like(factors)
-    rows = max(1, TILE // product.shape[1]) if product.device.type == "cpu" else len(product)
-    for start in range(0, len(product), rows):
-        tile = slice(start, start + rows)
-        leaf = product[tile].float().requires_grad_()
-        with torch.enable_grad():
-            logits = projection.logits(leaf)
-            terms = position_losses(objective, logits, labels[tile], target, tile).sum(dim=-1)
-            product[tile] = torch.autograd.grad((factors * terms).sum(), leaf)[0]
-        sums += terms.detach()
-    return sums
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. Block by block, whose products caches hold."""
-    for start in range(0, len(total), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        total[block] += left[:, block].T @ right
-
-
-class _LinearObjective(torch.autograd.Function):
-    """The gradient of each chunk is formed with its loss, so that no logits are kept or computed twice."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        projection: Projection,
-        objective: Objective,
-        target: TargetDistributions | None,
-    ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        matrix, states = weight.to(dtype), hidden.to(dtype)  # [V, D], [N, D]
-        factors = torch.tensor(list(objective.weights.values()), device=hidden.device)
-        sums = torch.zeros_like(factors)
-        grad_hidden = torch.empty_like(states)
-        grad_weight, grad_bias = (
-            torch.zeros_like(parameter, dtype=torch.float32) if parameter is not None and needed else None
-            for parameter, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
-        buffer = states.new_empty(min(CHUNK, len(states)), len(matrix))
-        for start in range(0, len(states), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            product = torch.mm(states[chunk], matrix.T, out=buffer[: len(states) - start])  # [C, V]
-            part = None if target is None else target.part(chunk)
-            sums += _to_gradients(projection, objective, product, labels[chunk], part)
-            del part  # before the next one is made
-            torch.mm(product, matrix, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight, product, states[chunk])
-            if grad_bias is not None:
-                grad_bias += product.sum(dim=0, dtype=torch.float32)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.mark_non_differentiable(sums)
-        return (factors * sums).sum(), sums
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (  # in place: the graph is walked once
-            None if gradient is None else gradient.mul_(grad_output).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (*gradients, None, None, None, None)
-
-
-def linear_objective(
-    hidden: Tensor,
-    projection: Projection,
-    labels: Tensor,
-    objective: Objective,
-    target: TargetDistributions | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Σ over N of the weighted losses, without the logits of all positions at once: [], and each loss's own [terms].
-
-    `hidden` [N, D] of the draft, whose logits `projection` gives; parameters get gradients where they ask for them.
-    `labels` [N], IGNORED where a position has none; `target` is needed by divergences. Products are taken in
-    autocast's dtype, all else in fp32. The caller divides by the global number of supervised tokens. The eager form is
-    `position_losses`; fused as in "cut cross-entropy" (Wijmans et al. 2024) and Liger, for any objective, in torch.
-    Raises ValueError where a divergence has no target.
-    """
-    if objective.needs_target and target is None:
-        raise ValueError(f"objective {list(objective.weights)}: divergences need the target's distributions, got none")
-    return _LinearObjective.apply(hidden, projection.weight, projection.bias, labels, projection, objective, target)
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Σ over N of −log softmax(hidden · weightᵀ)[label], fp32. `hidden` [N, D], `weight` [V, D], `labels` [N] → []."""
-    return linear_objective(hidden, Projection(weight), labels, Objective({CROSS_ENTROPY: 1.0}))[0]

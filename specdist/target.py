@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,9 +23,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer
 
 from specdist import provenance
 from specdist.errors import ArtifactError, ConfigError
+from specdist.losses import Projection
 from specdist.schema import TargetIdentity
 
 logger = logging.getLogger(__name__)
@@ -158,20 +163,103 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
+def check_tree_decoding(model: PreTrainedModel, cache: DynamicCache) -> None:
+    """Raise ConfigError where a block cannot be a tree, since `forward_block` or `keep_fed` lacks what it needs."""
+    attention = model.config._attn_implementation
+    layers = {type(layer).__name__ for layer in cache.layers} - {DynamicLayer.__name__}
+    if layers:
+        fault = f"cache layers {sorted(layers)}, expected full attention in every layer"
+    elif attention not in ("sdpa", "eager"):
+        fault = f"attention {attention}, which takes no mask of one's own; load it with sdpa or eager"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        fault = "no position_ids in its forward, so two tokens cannot stand at one position"
+    else:
+        return
+    raise ConfigError(f"a draft tree on {type(model).__name__}: {fault}; a chain works: draft without a tree")
+
+
+def _tree_inputs(model: PreTrainedModel, visible: Tensor, past: int) -> dict[str, Tensor]:
+    """Positions by depth [1, T], and the additive mask [1, 1, T, past + T] that sdpa and eager attention both take."""
+    depth = visible.sum(dim=-1) - 1
+    mask = torch.zeros(1, 1, len(visible), past + len(visible), dtype=model.dtype)
+    mask[..., past:].masked_fill_(~visible, torch.finfo(model.dtype).min)
+    return {"attention_mask": mask.to(model.device), "position_ids": (past + depth)[None].to(model.device)}
+
+
 def forward_block(
-    model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, *, logits_to_keep: int = 0
+    model: PreTrainedModel,
+    token_ids: list[int],
+    cache: DynamicCache | None,
+    *,
+    logits_to_keep: int = 0,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Feed `token_ids` [T] after what the cache holds; without a cache they are the whole text.
 
+    `visible` [T, T], bool: which of them see which (`tree.block_attention`), None for a chain.
     Returns the final hidden states [T, D] (after the norm, what the output projection reads) and logits [T, V];
     `logits_to_keep` n > 0 gives the last n logits only.
     """
     fresh = torch.tensor([token_ids], device=model.device)
+    past = 0 if cache is None else cache.get_seq_length()
     output = model(
         input_ids=fresh,
+        **({} if visible is None else _tree_inputs(model, visible, past)),
         **{cache_argument(model): cache},
         use_cache=cache is not None,
         output_hidden_states=True,
         logits_to_keep=logits_to_keep,
     )
     return output.hidden_states[-1][0], output.logits[0]
+
+
+def shard_layers(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+    """Share each layer's weights out over the processes of `mesh`, by FSDP2; gathered layer by layer as they run.
+
+    Embeddings and output projection stay whole. Every process must run the model equally often. Returns the model, on
+    the mesh's device. Raises ConfigError where the layers cannot be found.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if len(stacks) != 1:
+        raise ConfigError(f"shard_target: {type(model).__name__} has {len(stacks)} stacks of {count} layers, not one")
+    for layer in stacks[0]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    torch.nn.Module.to(model, mesh.device_type)
+    return model
+
+
+def keep_fed(cache: DynamicCache, num_fed: int, kept: list[int]) -> None:
+    """Of the last `num_fed` tokens in the cache keep those numbered `kept`, in this order, and drop the others."""
+    if kept != list(range(len(kept))):
+        for layer in cache.layers:
+            if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+                for states in (layer.keys, layer.values):  # [1, key heads, tokens, head size] each
+                    fed = states[..., -num_fed:, :]
+                    fed[..., : len(kept), :] = fed[..., kept, :]
+    cache.crop(len(kept) - num_fed)
+
+
+def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Projection:
+    """How `model` turns final states into logits. A weight sharded by FSDP2 is gathered.
+
+    Raises ConfigError on a weight sharded otherwise, which cannot be read outside the model's forward.
+    """
+    head, text = model.get_output_embeddings(), config.get_text_config()
+    weight = _gathered(head.weight) if isinstance(head.weight, DTensor) else head.weight
+    if weight.dim() != 2 or weight.shape[0] < text.vocab_size:
+        raise ConfigError(
+            "the output projection is sharded in a way that hides its rows (FSDP1, DeepSpeed ZeRO-3): use DDP, "
+            "ZeRO-2 or FSDP2"
+        )
+    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    return Projection(weight, getattr(head, "bias", None), scale, getattr(text, "final_logit_softcapping", None))
+
+
+def _gathered(weight: DTensor) -> Tensor:
+    """All rows of a sharded weight; processes average its gradient, as FSDP does with those of its own forward."""
+    mesh = weight.device_mesh
+    full: Tensor = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full

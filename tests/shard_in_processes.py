@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from specdist.losses import Objective, linear_objective
-from specdist.training.draft import output_projection
+from specdist.fused_losses import linear_objective
+from specdist.losses import Objective
+from specdist.target import output_projection
 
 OBJECTIVE = Objective({"cross_entropy": 1.0})
 

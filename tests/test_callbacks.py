@@ -10,10 +10,13 @@ from conftest import make_tiny_llama
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from specdist.drafters.heads import MedusaHeads
+from specdist.drafters.heads import DraftHeads, HeadsShape
+from specdist.losses import Objective
+from specdist.target import output_projection
 from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, NonFiniteLoss, run_training
 from specdist.training.checkpoints import complete_checkpoints, last_complete_checkpoint
-from specdist.training.heads import heads_trainer
+from specdist.training.heads import HeadsCollator, heads_trainer
+from specdist.training.target_output import TargetOutput
 
 VOCAB = 40
 
@@ -45,8 +48,14 @@ def make_trainer(directory: Path, learning_rate: float = 1e-2) -> Trainer:
         disable_tqdm=True,
         logging_nan_inf_filter=False,
     )
-    heads = MedusaHeads(2, 1, target.config.hidden_size)
-    return heads_trainer(heads, target, Dataset.from_list(rows), arguments, decay=0.8, pad_token_id=0)
+    return heads_trainer(
+        DraftHeads(HeadsShape(2, 1, target.config.hidden_size, VOCAB)),
+        HeadsCollator(Dataset.from_list(rows), 0),
+        arguments,
+        objective=Objective({"cross_entropy": 1.0}),
+        target=TargetOutput(output_projection(target, target.config), target),
+        decay=0.8,
+    )
 
 
 def run(directory: Path, kill_at: int | None = None, **arguments: float) -> Trainer:

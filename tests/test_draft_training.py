@@ -16,9 +16,11 @@ from trl import SFTConfig, SFTTrainer
 
 from specdist.dataset.features import TargetStates, target_states
 from specdist.losses import Objective
+from specdist.target import output_projection
 from specdist.training.batches import DraftCollator, pack, schedule
-from specdist.training.draft import DraftTrainer, TargetOutput, draft_trainer, output_projection
+from specdist.training.draft import DraftTrainer, draft_trainer
 from specdist.training.on_policy import OnPolicy, documents
+from specdist.training.target_output import TargetOutput
 
 SFT = Objective({"cross_entropy": 1.0})
 

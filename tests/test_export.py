@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tiny_llama
+from heads_factory import HIDDEN, export_heads, make_heads
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -17,15 +18,12 @@ from transformers import (
 )
 
 from specdist.drafters.causal_lm import load_draft_model, load_for_drafting
-from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
 from specdist.drafters.prune import prune_layers
 from specdist.drafters.vocabulary import VOCABULARY_FILE
 from specdist.errors import ArtifactError, ConfigError
-from specdist.export import draft_model, medusa
+from specdist.export import draft_model
 from specdist.export.record import EXPORT_FILE, ExportRecord, check_read_back, copy_tokenizer, read_record
 from specdist.target import Target, open_target
-
-HIDDEN = 32
 
 
 @pytest.fixture
@@ -33,28 +31,10 @@ def target(tiny_target_dir: Path) -> Target:
     return open_target(str(tiny_target_dir))
 
 
-def make_heads(num_heads: int = 3, num_layers: int = 1) -> MedusaHeads:
-    heads = MedusaHeads(num_heads, num_layers, HIDDEN)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
-    return heads
-
-
 def export_draft(target: Target, directory: Path, model=None, dtype: torch.dtype = torch.float32) -> ExportRecord:
     model = prune_layers(target.load_model(torch.float32), [1]) if model is None else model
     return draft_model.export_draft_model(
         model, target, directory, dtype=dtype, num_speculative_tokens=4, checkpoint_step=7
-    )
-
-
-def export_heads(
-    target: Target, directory: Path, heads: MedusaHeads | None = None, dtype: torch.dtype = torch.float32
-) -> ExportRecord:
-    projection = target.load_model(torch.float32).get_output_embeddings().weight
-    heads = heads or make_heads()
-    return medusa.export_medusa(
-        heads, projection, target, directory, dtype=dtype, num_speculative_tokens=3, checkpoint_step=7
     )
 
 
@@ -263,185 +243,6 @@ def test_transformers_drafts_with_the_export_as_it_is(target: Target, tmp_path: 
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(TEXT)}
     alone = model.generate(TEXT, **options)
     assert torch.equal(model.generate(TEXT, assistant_model=assistant, **options), alone)
-
-
-# Medusa heads
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_x1_the_tensors_of_a_medusa_export_are_exactly_those_engines_read(
-    target: Target, tmp_path: Path, num_layers: int
-) -> None:
-    heads = make_heads(num_layers=num_layers)
-    export_heads(target, tmp_path / "export", heads, torch.bfloat16)
-    tensors = load_file(tmp_path / "export" / HEADS_FILE)
-    blocks = [f"{i}.{j}.linear" for i in range(3) for j in range(num_layers)]
-    shapes: dict[str, tuple[int, ...]] = {f"{block}.weight": (HIDDEN, HIDDEN) for block in blocks}
-    shapes |= {f"{block}.bias": (HIDDEN,) for block in blocks}
-    shapes[f"0.{num_layers}.weight"] = (target.identity.vocab_size, HIDDEN)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == shapes
-    assert "lm_head.weight" not in tensors
-    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-    assert {p.name for p in (tmp_path / "export").iterdir()} == {HEADS_FILE, "config.json", EXPORT_FILE}
-
-
-def test_x5_the_keys_of_a_medusa_config_are_exactly_those_engines_read(target: Target, tmp_path: Path) -> None:
-    export_heads(target, tmp_path / "export", make_heads(num_layers=2))
-    assert read(tmp_path / "export/config.json") == {
-        "model_type": "medusa",
-        "version": "2",
-        "medusa_num_heads": 3,
-        "medusa_num_layers": 2,
-        "medusa_fc_bias": True,
-        "original_lm_head": True,
-        "hidden_size": HIDDEN,
-        "vocab_size": target.identity.vocab_size,
-        "base_model_name_or_path": "tiny-target",
-        "torch_dtype": "float32",
-    }
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_an_engines_formula_on_the_file_gives_our_logits(target: Target, tmp_path: Path, num_layers: int) -> None:
-    heads, projection = make_heads(num_layers=num_layers), target.load_model(torch.float32).get_output_embeddings()
-    export_heads(target, tmp_path / "export", heads)
-    tensors = load_file(tmp_path / "export" / HEADS_FILE)
-    hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
-    with torch.inference_mode():
-        ours = projection(heads(hidden))  # [H, 5, V]
-        reloaded = projection(load_heads(tmp_path / "export" / HEADS_FILE)(hidden))
-        for i in range(3):
-            x = hidden
-            for j in range(num_layers):
-                weight, bias = tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]
-                x = x + torch.nn.functional.silu(x @ weight.T + bias)
-            torch.testing.assert_close(x @ tensors[f"0.{num_layers}.weight"].T, ours[i])
-    assert torch.equal(reloaded, ours)
-
-
-def test_c6_a_projection_that_is_tied_to_the_embeddings_is_copied(target: Target, tmp_path: Path) -> None:
-    projection = tied_llama(target.identity.vocab_size).get_output_embeddings().weight
-    medusa.export_medusa(
-        make_heads(),
-        projection,
-        target,
-        tmp_path / "export",
-        dtype=torch.float32,
-        num_speculative_tokens=1,
-        checkpoint_step=0,
-    )
-    assert torch.equal(load_file(tmp_path / "export" / HEADS_FILE)["0.1.weight"], projection)
-
-
-@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
-def test_a_draft_length_beyond_the_heads_is_refused(
-    target: Target, tmp_path: Path, num_speculative_tokens: int
-) -> None:
-    with pytest.raises(ConfigError, match="3 heads draft 1 to 3"):
-        medusa.export_medusa(
-            make_heads(),
-            torch.zeros(target.identity.vocab_size, HIDDEN),
-            target,
-            tmp_path / "export",
-            dtype=torch.float32,
-            num_speculative_tokens=num_speculative_tokens,
-            checkpoint_step=0,
-        )
-
-
-@pytest.mark.parametrize("shape", [(268, HIDDEN + 1), (267, HIDDEN)])
-def test_heads_of_another_target_are_refused(target: Target, tmp_path: Path, shape: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="belong to another target"):
-        medusa.export_medusa(
-            make_heads(),
-            torch.zeros(shape),
-            target,
-            tmp_path / "export",
-            dtype=torch.float32,
-            num_speculative_tokens=3,
-            checkpoint_step=0,
-        )
-
-
-def test_what_tgi_cannot_read_is_said_in_the_record(target: Target, tmp_path: Path) -> None:
-    assert not [x for x in export_heads(target, tmp_path / "one").known_limits if x.startswith("TGI")]
-    limits = export_heads(target, tmp_path / "two", make_heads(num_layers=2)).known_limits
-    assert [x for x in limits if x.startswith("TGI")]
-
-
-def change_tensors(path: Path, change: str) -> None:
-    tensors = load_file(path)
-    if change == "renamed":
-        tensors["1.0.linear.wieght"] = tensors.pop("1.0.linear.weight")
-    elif change == "missing":
-        del tensors["2.0.linear.bias"]
-    elif change == "a head between is missing":
-        del tensors["1.0.linear.weight"], tensors["1.0.linear.bias"]
-    elif change == "wrong shape":
-        tensors["1.0.linear.bias"] = torch.zeros(HIDDEN - 1)
-    elif change == "empty":
-        tensors["1.0.linear.bias"] = torch.zeros(0)
-    elif change == "native names":
-        tensors = {f"blocks.{i}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for i in range(3)}
-    else:  # one output projection per head: the form of version 1
-        tensors["1.1.weight"] = tensors["0.1.weight"].clone()
-    save_file(tensors, path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("renamed", r"1\.0\.linear\.wieght"),
-        ("missing", r"2\.0\.linear\.bias"),
-        ("a head between is missing", r"1\.0\.linear\.weight"),
-        ("wrong shape", r"1\.0\.linear\.bias"),
-        ("empty", r"1\.0\.linear\.bias"),
-        ("native names", r"blocks\.0\.layers"),
-        ("version 1", r"1\.1\.weight"),
-    ],
-)
-def test_x1_x2_c10_heads_of_another_form_are_refused(target: Target, tmp_path: Path, change: str, named: str) -> None:
-    export_heads(target, tmp_path / "export")
-    file = tmp_path / "export" / HEADS_FILE
-    change_tensors(file, change)
-    with pytest.raises(ArtifactError, match=named) as caught:
-        load_heads(file)
-    assert str(file) in str(caught.value)
-    with pytest.raises(ArtifactError, match=HEADS_FILE):
-        read_record(tmp_path / "export")
-
-
-def damage(path: Path, kind: str) -> None:
-    data = path.read_bytes()
-    path.write_bytes(
-        {
-            "one byte short": data[:-1],
-            "cut in the header": data[:20],
-            "empty": b"",
-            "huge header": (1 << 60).to_bytes(8, "little") + data[8:],
-            "three bytes more": data + b"\0\0\0",
-        }[kind]
-    )
-
-
-@pytest.mark.parametrize("kind", ["one byte short", "cut in the header", "empty", "huge header", "three bytes more"])
-def test_c8_c9_a_damaged_file_is_named(target: Target, tmp_path: Path, kind: str) -> None:
-    export_heads(target, tmp_path / "export")
-    file = tmp_path / "export" / HEADS_FILE
-    damage(file, kind)
-    with pytest.raises(ArtifactError, match=HEADS_FILE):
-        load_heads(file)
-    with pytest.raises(ArtifactError, match=HEADS_FILE):
-        read_record(tmp_path / "export")
-
-
-def test_c8_a_missing_file_is_named(target: Target, tmp_path: Path) -> None:
-    export_heads(target, tmp_path / "export")
-    (tmp_path / "export" / HEADS_FILE).unlink()
-    with pytest.raises(ArtifactError, match=HEADS_FILE):
-        load_heads(tmp_path / "export" / HEADS_FILE)
-    with pytest.raises(ArtifactError, match=HEADS_FILE):
-        read_record(tmp_path / "export")
 
 
 # The record

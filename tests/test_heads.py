@@ -1,23 +1,38 @@
-"""Medusa heads: what each head must predict, what is trained, and means that do not depend on how a batch is cut."""
+"""Draft heads: what each head must predict, what is trained, and means that do not depend on how a batch is cut."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_llama
 from datasets import Dataset
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import TrainingArguments
 
-from specdist.drafters.heads import HEADS_FILE, MedusaHeads, load_heads
+from specdist.dataset.features import target_states
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads_file import HEADS_FILE, heads_of, load_heads
 from specdist.errors import ArtifactError
-from specdist.losses import linear_cross_entropy
-from specdist.training.heads import IGNORED, HeadsCollator, head_labels, heads_loss, heads_trainer
+from specdist.losses import IGNORED, FullTarget, Objective, position_losses
+from specdist.objective import CROSS_ENTROPY
+from specdist.target import output_projection
+from specdist.training.heads import HeadsCollator, HeadsTrainer, head_rows, heads_trainer
+from specdist.training.target_output import TargetOutput
 
 VOCAB = 40
+TARGET = make_tiny_llama(VOCAB, seed=1).requires_grad_(False)
+WIDTH = TARGET.config.hidden_size
+FORMS = [(kind, form) for kind in ("medusa", "hydra") for form in ("shared", "own", "low_rank")]
+LABELS = Objective({CROSS_ENTROPY: 1.0})
+MIXTURE = Objective({"negative_log_acceptance": 1.0, "forward_kl": 0.5}, temperature=0.7)
 
 
-def row(prompt_length: int, length: int, seed: int = 0) -> dict:
+def row(prompt_length: int, length: int, seed: int = 0) -> dict[str, Any]:
     ids = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return {
         "input_ids": ids,
@@ -26,62 +41,113 @@ def row(prompt_length: int, length: int, seed: int = 0) -> dict:
     }
 
 
+ROWS = [row(3, 5 + 4 * seed, seed) for seed in range(4)]  # unequal lengths: a mean of means would differ
+
+
+def make_heads(kind: str = "medusa", form: str = "shared", *, num_heads: int = 3, scale: float = 0.0) -> DraftHeads:
+    heads = DraftHeads(HeadsShape(num_heads, 2, WIDTH, VOCAB, kind, form, 4 if form == "low_rank" else 0))
+    heads.copy_projection(TARGET.get_output_embeddings().weight)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in heads.parameters():
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
+    return heads
+
+
+def items(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"members": [i], "length": len(r["input_ids"])} for i, r in enumerate(rows)]
+
+
+def collated(rows: list[dict[str, Any]], packed: bool) -> dict[str, Tensor]:
+    return HeadsCollator(Dataset.from_list(rows), 0, packed=packed)(items(rows))
+
+
 def test_t1_t3_head_i_predicts_token_t_plus_2_plus_i_and_never_past_the_end() -> None:
-    labels = head_labels([IGNORED, 11, 12, 13, 14, 15], 1, 3)
+    labels, rows = head_rows(torch.tensor([11, 12, 13, 14, 15]), torch.arange(5), 3)
     assert labels.tolist() == [
-        [12, 13, 14, 15, IGNORED, IGNORED],
-        [13, 14, 15, IGNORED, IGNORED, IGNORED],
-        [14, 15, IGNORED, IGNORED, IGNORED, IGNORED],
+        [IGNORED, 12, 13, 14, 15],
+        [IGNORED, IGNORED, 13, 14, 15],
+        [IGNORED, IGNORED, IGNORED, 14, 15],
     ]
-    assert [(labels[i] != IGNORED).sum().item() for i in range(3)] == [6 - 2 - i for i in range(3)]
+    # the state of row t produced the t-th token, so head i reads it to predict the token 1 + i further on
+    for i in range(3):
+        assert rows[i, 1 + i :].tolist() == list(range(4 - i))
 
 
-def test_labels_begin_at_the_prompts_last_token_and_skip_the_prompt() -> None:
-    labels = head_labels([IGNORED] * 4 + [21, 22, 23], 4, 2)
-    assert labels[0].tolist() == [IGNORED, IGNORED, IGNORED, 22, 23, IGNORED, IGNORED]
-    assert labels[1].tolist() == [IGNORED, IGNORED, IGNORED, 23, IGNORED, IGNORED, IGNORED]
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_state_is_that_of_the_prompts_last_token(packed: bool) -> None:
+    rows = [row(2, 5, 0), row(4, 8, 1)]
+    batch = collated(rows, packed)
+    assert batch["labels"].tolist() == rows[0]["input_ids"][2:] + rows[1]["input_ids"][4:]
+    assert batch["completion_index"].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    laid = batch["input_ids"].flatten()
+
+    assert laid[batch["positions"]].tolist() == rows[0]["input_ids"][1:4] + rows[1]["input_ids"][3:7]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_a_batch_are_those_of_each_document_alone(packed: bool) -> None:
+    output = TargetOutput(output_projection(TARGET, TARGET.config), TARGET)
+    batch = collated(ROWS, packed)
+    together = output.states(batch, batch["positions"])
+    alone = [collated([r], False) for r in ROWS]
+    torch.testing.assert_close(together, torch.cat([output.states(b, b["positions"]) for b in alone]))
+
+
+def test_m13_no_label_of_any_head_crosses_into_another_row() -> None:
+    batch = collated(ROWS, True)
+    labels, rows = head_rows(batch["labels"], batch["completion_index"], 3)
+    document = torch.cat([torch.full((len(r["input_ids"]) - 3,), i) for i, r in enumerate(ROWS)])
+    for i in range(3):
+        at = labels[i] != IGNORED
+        assert torch.equal(document[rows[i][at]], document[at])
+        assert at.sum() == sum(max(0, len(r["input_ids"]) - 3 - 1 - i) for r in ROWS)
 
 
 @pytest.mark.parametrize("answer", [0, 1])
 def test_an_answer_too_short_for_any_head_has_no_label(answer: int) -> None:
-    assert (head_labels([IGNORED] * 3 + [5] * answer, 3, 2) == IGNORED).all()
-
-
-def test_collator_pads_by_position_and_not_by_value() -> None:
-    batch = HeadsCollator(2, pad_token_id=0)([row(2, 5), row(2, 8)])
-    assert batch["input_ids"].tolist()[0] == row(2, 5)["input_ids"] + [0] * 3
-    assert batch["labels"].shape == (2, 2, 8)
-    assert (batch["labels"][0, :, 5:] == IGNORED).all()
+    labels, _ = head_rows(torch.full((answer,), 5), torch.arange(answer), 2)
+    assert (labels == IGNORED).all()
 
 
 def test_parameters_grow_with_layers_and_each_block_is_its_own() -> None:
-    one, three = MedusaHeads(2, 1, 16), MedusaHeads(2, 3, 16)
+    one, three = (DraftHeads(HeadsShape(2, layers, 16, VOCAB)) for layers in (1, 3))
     assert sum(p.numel() for p in three.parameters()) == 3 * sum(p.numel() for p in one.parameters())
     assert len({p.data_ptr() for p in three.parameters()}) == 2 * 3 * 2
     assert set(one.state_dict()) == {f"{i}.0.linear.{kind}" for i in range(2) for kind in ("weight", "bias")}
 
 
-def test_untrained_heads_repeat_the_targets_next_token() -> None:
-    hidden = torch.randn(5, 16)
-    assert torch.equal(MedusaHeads(3, 2, 16)(hidden), hidden.expand(3, 5, 16))
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_untrained_heads_repeat_the_targets_next_token(kind: str, form: str) -> None:
+    heads = HeadsOnTarget(make_heads(kind, form), TARGET)
+    hidden, path = torch.randn(5, WIDTH), torch.randint(0, VOCAB, (5, 3))
+    for i in range(3):
+        torch.testing.assert_close(heads.logits(i, hidden, path), TARGET.get_output_embeddings()(hidden))
 
 
-def test_heads_loss_is_the_decayed_sum_of_cross_entropies() -> None:
-    torch.manual_seed(0)
-    projection = torch.nn.Linear(8, VOCAB, bias=False)
-    features, labels = torch.randn(3, 6, 8), torch.randint(0, VOCAB, (6, 3))
-    labels[4:, 2] = IGNORED
-    total, sums = heads_loss(features, projection.weight, labels, decay=0.5)
-    expected = [
-        torch.nn.functional.cross_entropy(projection(features[i]), labels[:, i], reduction="sum") for i in range(3)
-    ]
-    torch.testing.assert_close(sums, torch.stack(expected).detach())
-    torch.testing.assert_close(total, expected[0] + 0.5 * expected[1] + 0.25 * expected[2])
+def test_a_hydra_head_sees_the_tokens_before_its_own_and_no_others() -> None:
+    heads = HeadsOnTarget(make_heads("hydra", scale=0.3), TARGET)
+    hidden, path = torch.randn(1, WIDTH), torch.tensor([[1, 2, 3]])
+    for i in range(3):
+        base = heads.logits(i, hidden, path)
+        for place in range(3):
+            other = path.clone()
+            other[0, place] += 7
+            assert torch.equal(heads.logits(i, hidden, other), base) == (place > i)
 
 
-def train_once(tmp_path: Path, *, batch: int, accumulation: int, rows: list[dict], bf16: bool = False):
-    target = make_tiny_llama(VOCAB, seed=1).requires_grad_(False)
-    heads = MedusaHeads(3, 2, target.config.hidden_size)
+def train_once(
+    tmp_path: Path,
+    *,
+    batch: int,
+    accumulation: int,
+    rows: list[dict[str, Any]],
+    heads: DraftHeads | None = None,
+    objective: Objective = LABELS,
+    bf16: bool = False,
+    packed: bool = False,
+    cached: bool = False,
+) -> tuple[HeadsTrainer, DraftHeads]:
+    heads = heads or make_heads()
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=batch,
@@ -98,11 +164,56 @@ def train_once(tmp_path: Path, *, batch: int, accumulation: int, rows: list[dict
         bf16=bf16,
         disable_tqdm=True,
     )
-    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    trainer = heads_trainer(heads, target, Dataset.from_list(rows), arguments, decay=0.8, pad_token_id=0)
+    examples = Dataset.from_list(rows)
+    states = target_states(tmp_path / "states", examples, lambda: TARGET, hidden_size=WIDTH) if cached else None
+    before = {name: tensor.clone() for name, tensor in TARGET.state_dict().items()}
+    projection = output_projection(TARGET, TARGET.config)
+    trainer = heads_trainer(
+        heads,
+        HeadsCollator(examples, 0, packed=packed, states=states),
+        arguments,
+        objective=objective,
+        target=TargetOutput(projection, None if cached else TARGET, TARGET.get_input_embeddings()),
+        decay=0.8,
+        pack_tokens=32 if packed else None,
+    )
     trainer.train()
-    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in TARGET.state_dict().items())
     return trainer, heads
+
+
+def plain_loss(heads: DraftHeads, rows: list[dict[str, Any]], objective: Objective) -> Tensor:
+    """The loss written plainly: document by document, head by head, at every position of its answer."""
+    target, total = output_projection(TARGET, TARGET.config), torch.zeros(())
+    for r in rows:
+        ids, prompt = torch.tensor(r["input_ids"]), r["prompt_length"]
+        hidden = TARGET.base_model(input_ids=ids[None]).last_hidden_state[0]
+        for i in range(heads.num_heads):
+            for t in range(prompt - 1, len(ids) - 2 - i):  # token t + 2 + i is in the answer, and exists
+                seen = TARGET.get_input_embeddings()(ids[t + 1 : t + 2 + i])[None]
+                features = heads.features(i, hidden[t : t + 1], seen if heads.shape.kind == "hydra" else None)
+                logits = heads.projection(i, target).of(features)
+                distribution = FullTarget(hidden[t + 1 + i : t + 2 + i], target)
+                terms = position_losses(objective, logits, ids[t + 2 + i : t + 3 + i], distribution, slice(None))
+                weights = torch.tensor(list(objective.weights.values()))
+                total = total + 0.8**i * (weights @ terms[:, 0])
+    return total / sum(len(r["input_ids"]) - r["prompt_length"] for r in rows)
+
+
+@pytest.mark.parametrize("objective", [LABELS, MIXTURE], ids=["labels", "distribution"])
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_t1_loss_and_step_are_those_of_the_loss_written_plainly(
+    kind: str, form: str, objective: Objective, tmp_path: Path
+) -> None:
+    heads, same = make_heads(kind, form, scale=0.1), make_heads(kind, form, scale=0.1)
+    trainer, _ = train_once(tmp_path, batch=4, accumulation=1, rows=ROWS, heads=heads, objective=objective)
+    loss = plain_loss(same, ROWS, objective)
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    parameters = dict(same.named_parameters())
+    for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+        step = heads.get_parameter(name) - parameters[name]
+        torch.testing.assert_close(step, -1e-2 * gradient, atol=1e-6, rtol=1e-3, msg=name)
 
 
 def test_t3_t12_every_head_learns_the_optimizer_holds_only_heads_and_the_target_stays(tmp_path: Path) -> None:
@@ -114,13 +225,20 @@ def test_t3_t12_every_head_learns_the_optimizer_holds_only_heads_and_the_target_
     assert {f"head_{i}_loss" for i in range(3)} <= logged.keys()
 
 
-def test_t9_accumulation_gives_the_step_of_one_batch(tmp_path: Path) -> None:
-    rows = [row(3, 5 + 4 * seed, seed) for seed in range(4)]  # unequal lengths: a mean of means would differ
-    whole, heads_whole = train_once(tmp_path / "whole", batch=4, accumulation=1, rows=rows)
-    parts, heads_parts = train_once(tmp_path / "parts", batch=1, accumulation=4, rows=rows)
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": 1, "accumulation": 4}, {"batch": 2, "accumulation": 2}, {"packed": True}, {"cached": True}],
+    ids=["1x4", "2x2", "packed", "cached"],
+)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_t9_the_step_does_not_depend_on_how_a_batch_is_cut(tmp_path: Path, kind: str, change: dict[str, Any]) -> None:
+    one, other = make_heads(kind, scale=0.1), make_heads(kind, scale=0.1)
+    common = {"batch": 4, "accumulation": 1, "rows": ROWS, "objective": MIXTURE}
+    whole, _ = train_once(tmp_path / "whole", heads=one, **common)
+    parts, _ = train_once(tmp_path / "parts", heads=other, **(common | change))
     torch.testing.assert_close(
-        torch.nn.utils.parameters_to_vector(heads_whole.parameters()),
-        torch.nn.utils.parameters_to_vector(heads_parts.parameters()),
+        torch.nn.utils.parameters_to_vector(one.parameters()),
+        torch.nn.utils.parameters_to_vector(other.parameters()),
         atol=1e-6,
         rtol=1e-4,
     )
@@ -131,13 +249,12 @@ def test_t9_accumulation_gives_the_step_of_one_batch(tmp_path: Path) -> None:
 def test_the_vocabulary_product_runs_in_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def loss(*arguments):
+    def losses(*arguments: Any, compute: Any = position_losses) -> Tensor:
         seen.append(torch.is_autocast_enabled("cpu"))
-        return linear_cross_entropy(*arguments)
+        return compute(*arguments)
 
-    monkeypatch.setattr("specdist.training.heads.linear_cross_entropy", loss)
-    rows = [row(3, 12, seed) for seed in range(2)]
-    train_once(tmp_path, batch=2, accumulation=1, rows=rows, bf16=True)
+    monkeypatch.setattr("specdist.fused_losses.position_losses", losses)
+    train_once(tmp_path, batch=2, accumulation=1, rows=[row(3, 12, seed) for seed in range(2)], bf16=True)
     assert seen == [True] * 3  # the trainer's own autocast covers the heads' forward alone
 
 
@@ -146,25 +263,54 @@ def test_t4_a_batch_without_any_label_is_no_nan(tmp_path: Path) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in heads.parameters())
 
 
-def test_m13_no_label_of_any_head_crosses_into_another_row() -> None:
-    rows = [row(1, 3, 0), row(1, 5, 1)]
-    together = HeadsCollator(3, pad_token_id=0)(rows)["labels"]
-    for b, single in enumerate(rows):
-        alone = HeadsCollator(3, pad_token_id=0)([single])["labels"][0]
-        size = alone.shape[1]
-        assert torch.equal(together[b, :, :size], alone)
-        assert (together[b, :, size:] == IGNORED).all()
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_batch_of_items_without_members_is_no_nan(tmp_path: Path, cached: bool) -> None:
+    rows = [row(3, 9, 1)]
+    _, alone = train_once(tmp_path / "1", batch=1, accumulation=1, rows=rows, cached=cached)
+    _, filled = train_once(tmp_path / "2", batch=1, accumulation=4, rows=rows, cached=cached)
+    for one, other in zip(alone.parameters(), filled.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS)
+def test_heads_are_read_back_as_what_they_are(tmp_path: Path, kind: str, form: str) -> None:
+    heads = make_heads(kind, form, scale=0.2)
+    save_file(heads.state_dict(), tmp_path / HEADS_FILE)
+    again = load_heads(tmp_path / HEADS_FILE, VOCAB)
+    assert again.shape == heads.shape
+    assert all(torch.equal(tensor, heads.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert all(parameter.requires_grad for parameter in again.parameters())
 
 
 @pytest.mark.parametrize("damage", ["missing", "renamed", "shape"])
 def test_x1_incomplete_heads_are_refused_by_name(tmp_path: Path, damage: str) -> None:
-    tensors = dict(MedusaHeads(2, 1, 8).state_dict())
+    tensors = dict(DraftHeads(HeadsShape(2, 1, 8, VOCAB)).state_dict())
     if damage == "missing":
         del tensors["1.0.linear.bias"]
     elif damage == "renamed":
         tensors["1.0.fc.bias"] = tensors.pop("1.0.linear.bias")
     else:
         tensors["1.0.linear.bias"] = torch.zeros(7)
-    save_file(tensors, tmp_path / HEADS_FILE)
     with pytest.raises(ArtifactError, match=r"1\.0\."):
-        load_heads(tmp_path / HEADS_FILE)
+        heads_of(tensors, VOCAB, "the file")
+
+
+def test_t10_c10_two_processes_and_a_sharded_target_give_the_heads_of_one(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    results, saved = {}, {}
+    for name, launcher, batch in (("whole", [], 4), ("sharded", launch, 2)):
+        output = tmp_path / name / "heads"
+        script = [str(root / "tests" / "heads_in_processes.py"), str(output), str(batch), name]
+        done = subprocess.run(
+            [sys.executable, *launcher, *script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        results[name] = torch.load(output / "result.pt")
+        saved[name] = load_heads(output / "model.safetensors", VOCAB)
+    assert [results[name]["processes"] for name in saved] == [1, 2]
+    assert results["sharded"]["losses"] == pytest.approx(results["whole"]["losses"], rel=1e-5)
+    assert saved["sharded"].shape == saved["whole"].shape
+    for key, tensor in saved["whole"].state_dict().items():
+        torch.testing.assert_close(saved["sharded"].state_dict()[key], tensor, atol=1e-5, rtol=1e-4, msg=key)

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdist import losses
+from specdist import fused_losses
+from specdist.fused_losses import heads_objective, linear_objective
 from specdist.losses import (
+    IGNORED,
     FullTarget,
     Objective,
     Projection,
@@ -14,8 +16,6 @@ from specdist.losses import (
     cross_entropy,
     forward_kl,
     jensen_shannon,
-    linear_cross_entropy,
-    linear_objective,
     negative_log_acceptance,
     position_losses,
     reverse_kl,
@@ -76,7 +76,7 @@ def assert_same(ours, theirs, tolerance: float = 5e-5) -> None:
 @pytest.mark.parametrize("positions", [0, 1, 7, 64])
 @pytest.mark.parametrize("kind", ["full", "top"])
 def test_fused_equals_eager(objective: Objective, positions: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK", 5)  # chunks that do not divide the positions
+    monkeypatch.setattr(fused_losses, "CHUNK", 5)  # chunks that do not divide the positions
     side = draft_side(positions, bias=True)
     full = full_target(positions)
     target = full if kind == "full" else top_target(full, 8)
@@ -151,15 +151,9 @@ def test_a_frozen_projection_gets_no_gradient() -> None:
     assert hidden.grad.abs().sum() > 0
 
 
-def test_linear_cross_entropy_is_torchs() -> None:
-    hidden, projection, labels = draft_side(20)
-    expected = torch.nn.functional.cross_entropy(hidden @ projection.weight.T, labels, reduction="sum")
-    torch.testing.assert_close(linear_cross_entropy(hidden, projection.weight, labels), expected)
-
-
 def test_a_position_without_a_label_has_no_cross_entropy() -> None:
     logprobs = torch.randn(3, V).log_softmax(dim=-1)
-    values = cross_entropy(logprobs, torch.tensor([4, losses.IGNORED, 7]))
+    values = cross_entropy(logprobs, torch.tensor([4, IGNORED, 7]))
     assert values.tolist() == [-float(logprobs[0, 4]), 0.0, -float(logprobs[2, 7])]
 
 
@@ -257,3 +251,51 @@ def test_best_tokens_that_the_draft_cannot_propose_are_lost_mass() -> None:
     logits = torch.randn(12, len(kept), generator=torch.Generator().manual_seed(1))
     exact = position_losses(objective, logits, labels, replace(full, vocabulary=kept), slice(None))
     torch.testing.assert_close(position_losses(objective, logits, labels, top, slice(None)), exact, atol=2e-2, rtol=0)
+
+
+def heads_side(heads: int, positions: int, *, own: bool, rank: int):
+    generator = torch.Generator().manual_seed(7)
+    frozen = torch.randn(V, D, generator=generator)
+    hidden = [torch.randn(positions, D + rank, generator=generator).requires_grad_() for _ in range(heads)]
+    weights = [torch.randn(V, D, generator=generator).requires_grad_() if own else frozen for _ in range(heads)]
+    updates = [torch.randn(V, rank, generator=generator).requires_grad_() if rank else None for _ in range(heads)]
+    projections = [Projection(weight, update=update) for weight, update in zip(weights, updates, strict=True)]
+    labels = torch.randint(0, V, (heads, positions), generator=generator)
+    counted = torch.rand(heads, positions, generator=generator) < 0.8
+    return hidden, projections, labels.masked_fill(~counted, IGNORED), counted
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
+@pytest.mark.parametrize(("own", "rank"), [(False, 0), (True, 0), (False, 3)], ids=["shared", "own", "low_rank"])
+@pytest.mark.parametrize("kind", ["full", "top"])
+def test_heads_together_equal_each_alone_eagerly(
+    objective: Objective, own: bool, rank: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_losses, "CHUNK", 5)
+    hidden, projections, labels, counted = heads_side(3, 12, own=own, rank=rank)
+    target = full_target(12) if kind == "full" else top_target(full_target(12), 8)
+    decay, factors = [1.0, 0.5, 0.25], torch.tensor(list(objective.weights.values()))
+    fused, sums = heads_objective(hidden, projections, labels, objective, target, counted=counted, head_weights=decay)
+    terms = torch.stack(
+        [
+            (position_losses(objective, projection.of(states), labels[i], target, slice(None)) * counted[i]).sum(-1)
+            for i, (states, projection) in enumerate(zip(hidden, projections, strict=True))
+        ]
+    )
+    reference = (torch.tensor(decay) * (terms @ factors)).sum()
+    torch.testing.assert_close(fused, reference)
+    torch.testing.assert_close(sums, terms.detach())
+    parameters = [t for p in projections for t in (p.weight, p.update) if t is not None and t.requires_grad]
+    assert len(parameters) == 3 * (own + bool(rank))
+    assert_same(*(torch.autograd.grad(loss, [*hidden, *parameters]) for loss in (fused, reference)))
+
+
+def test_the_targets_distribution_is_computed_once_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_losses, "CHUNK", 5)
+    hidden, projections, labels, _ = heads_side(3, 12, own=False, rank=0)
+    seen, target = [], full_target(12)
+    monkeypatch.setattr(
+        FullTarget, "part", lambda self, chunk, part=FullTarget.part: seen.append(chunk) or part(self, chunk)
+    )
+    heads_objective(hidden, projections, labels, MIXTURE, target)
+    assert seen == [slice(0, 5), slice(5, 10), slice(10, 12)]

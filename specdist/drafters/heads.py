@@ -1,106 +1,155 @@
-"""Owns Medusa heads: residual blocks over the target's final hidden state, projected by the target's own output layer.
+"""Owns draft heads: Medusa's residual blocks over the target's final hidden state, and Hydra's, which see the draft.
 
-Shapes: H heads, L residual blocks of a head, D hidden size, V vocabulary, N drafted tokens.
-Offset rule: from the hidden state at position t, which produced token t+1, head i predicts token t+2+i.
-The state dict has the field's names, `{head}.{block}.linear.{weight,bias}` (FasterDecoding/Medusa).
+Shapes: H heads, L residual blocks of a head, D hidden size, V vocabulary, R rank, N positions.
+Offset rule: from the hidden state at position t, which produced token t+1, head i predicts token t+2+i. A Hydra head i
+sees the embeddings of tokens t+1 to t+1+i as well: the newest token, and what the heads before it drafted.
+Names of the state dict are the field's (FasterDecoding/Medusa): `{head}.{block}.linear.{weight,bias}`, and
+`{head}.{L}.weight` for a projection of the head's own.
 """
 
-import re
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdist.drafters.base import DecodeContext, Proposal
-from specdist.errors import ArtifactError
-from specdist.verify import sample, served_logprobs
+from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, OWN, SHARED
+from specdist.losses import Projection
+from specdist.target import output_projection
 
-HEADS_FILE = "medusa_lm_head.safetensors"
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """All that determines the tensors of draft heads. `projection` to the vocabulary: shared (the target's, frozen),
+    own (a copy to train) or low_rank (the target's plus a trained difference of rank `rank`)."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    kind: str = MEDUSA
+    projection: str = SHARED
+    rank: int = 0
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(Wx + b) with W and b zero at first, so that an untrained head is the target's own next-token guess."""
+    """x + SiLU(Wx + b) with W and b zero at first, so that an untrained head is the target's own next-token guess.
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.activation = nn.SiLU()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.activation(self.linear(hidden))
-
-
-class MedusaHeads(nn.ModuleList):
-    """H heads of L residual blocks each, every block with parameters of its own (Cai et al. 2024, section 2.1.1)."""
-
-    def __init__(self, num_heads: int, num_layers: int, hidden_size: int) -> None:
-        super().__init__(
-            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
-        )
-        self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Features that the output layer turns into each head's logits: [..., D] → [H, ..., D]."""
-        return torch.stack([head(hidden) for head in self])
-
-
-def heads_file(directory: Path) -> Path:
-    """The heads' weights in an export, or in a checkpoint of the trainer."""
-    exported = directory / HEADS_FILE
-    return exported if exported.exists() else directory / "model.safetensors"
-
-
-def load_heads(path: Path) -> MedusaHeads:
-    """Heads from a safetensors file; their numbers are read off the tensors, which must be complete and alike.
-
-    A copy of the target's projection (`0.{L}.weight`, which vLLM needs) is passed over. Raises ArtifactError.
+    With `num_embeddings` E > 0 it also sees e, so many embeddings brought to unit RMS: x + Ue + SiLU(W[x; e] + b).
     """
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path}: Medusa heads cannot be read ({error}); the file is missing or cut") from error
-    blocks = {name: m for name in tensors if (m := _BLOCK.fullmatch(name))}
-    if not blocks:
-        raise ArtifactError(f"{path}: no tensor named like 0.0.linear.weight; got {sorted(tensors)[:4]}")
-    num_heads = 1 + max(int(m[1]) for m in blocks.values())
-    num_layers = 1 + max(int(m[2]) for m in blocks.values())
-    extra = set(tensors) - set(blocks) - {f"0.{num_layers}.weight"}
-    heads = MedusaHeads(num_heads, num_layers, tensors[next(iter(blocks))].shape[0])
-    expected = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-    found = {name: tuple(tensors[name].shape) for name in blocks}
-    if extra or expected != found:
-        wrong = sorted(extra | {n for n in expected | found if expected.get(n) != found.get(n)})
-        raise ArtifactError(f"{path}: not {num_heads} heads of {num_layers} blocks; wrong or missing: {wrong[:6]}")
-    heads.load_state_dict({name: tensors[name].float() for name in blocks})
-    return heads
+
+    def __init__(self, hidden_size: int, num_embeddings: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size * (1 + num_embeddings), hidden_size)
+        self.skip = nn.Linear(hidden_size * num_embeddings, hidden_size, bias=False) if num_embeddings else None
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """[N, D], and [N, E, D] where it sees embeddings → [N, D]."""
+        if self.skip is None or embeddings is None:
+            return hidden + nn.functional.silu(self.linear(hidden))
+        seen = nn.functional.rms_norm(embeddings, embeddings.shape[-1:]).flatten(-2).to(hidden.dtype)  # [N, E · D]
+        return hidden + self.skip(seen) + nn.functional.silu(self.linear(torch.cat([hidden, seen], dim=-1)))
 
 
-class MedusaDrafter:
-    """Drafts a chain in one pass: the best token of each head, from the hidden state that produced the newest token."""
+class Head(nn.ModuleDict):
+    """The blocks of one head by number, then its own projection, or the two factors of its difference."""
 
-    def __init__(self, heads: MedusaHeads, target_model: PreTrainedModel) -> None:
-        self.projection = target_model.get_output_embeddings()
+    def __init__(self, shape: HeadsShape, index: int) -> None:
+        num_embeddings = index + 1 if shape.kind == HYDRA else 0
+        modules: dict[str, nn.Module] = {
+            str(j): ResidualBlock(shape.hidden_size, num_embeddings if j == 0 else 0) for j in range(shape.num_layers)
+        }
+        if shape.projection == OWN:
+            modules[str(shape.num_layers)] = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        elif shape.projection == LOW_RANK:
+            down = nn.Linear(shape.hidden_size, shape.rank, bias=False)
+            up = nn.Linear(shape.rank, shape.vocab_size, bias=False)
+            generator = torch.Generator().manual_seed(index)  # the same heads in every process and every run
+            nn.init.normal_(down.weight, std=shape.hidden_size**-0.5, generator=generator)
+            nn.init.zeros_(up.weight)
+            modules |= {"down": down, "up": up}
+        super().__init__(modules)
+        self.num_layers = shape.num_layers
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
+        """Features [N, D], and their low-rank coordinates beside them [N, D + R] where the head has such."""
+        features = self["0"](hidden, embeddings)
+        for j in range(1, self.num_layers):
+            features = self[str(j)](features)
+        return torch.cat([features, self["down"](features)], dim=-1) if "down" in self else features
+
+
+class DraftHeads(nn.ModuleList):
+    """H heads of L residual blocks each, every block with parameters of its own (Cai et al. 2024, section 2.1.1).
+
+    Hydra: Ankner et al. 2024, section 3, in Medusa's block.
+    """
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__(Head(shape, index) for index in range(shape.num_heads))
+        self.shape = shape
+
+    @property
+    def num_heads(self) -> int:
+        return self.shape.num_heads
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> list[Tensor]:
+        """What each head's projection turns into logits, for all heads: [N, D] → H times [N, D] or [N, D + R].
+
+        `embeddings` [N, H, D] for Hydra: the target's of the H tokens after each position, of which head i sees i + 1.
+        """
+        return [self.features(i, hidden, embeddings) for i in range(self.num_heads)]
+
+    def features(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """What head `index` makes of states [N, D]; of `embeddings` [N, ≥ index + 1, D] it sees index + 1."""
+        return self[index](hidden, None if embeddings is None else embeddings[..., : index + 1, :])
+
+    def projection(self, index: int, target: Projection) -> Projection:
+        """How head `index` turns features into logits, given how the target does."""
+        if self.shape.projection == OWN:
+            return replace(target, weight=self._own(index))
+        if self.shape.projection == LOW_RANK:
+            return replace(target, update=self.get_parameter(f"{index}.up.weight"))
+        return target
+
+    def _own(self, index: int) -> Tensor:
+        return self.get_parameter(f"{index}.{self.shape.num_layers}.weight")
+
+    @torch.no_grad()
+    def copy_projection(self, weight: Tensor) -> None:
+        """Start every head's own projection as the target's `weight` [V, D]; nothing to do where there are none."""
+        for i in range(self.num_heads if self.shape.projection == OWN else 0):
+            self._own(i).copy_(weight)
+
+
+class HeadsOnTarget:
+    """Heads in use: with the target's projection and token embeddings, which they share. No gradients."""
+
+    def __init__(self, heads: DraftHeads, target_model: PreTrainedModel) -> None:
         self.heads = heads.to(device=target_model.device, dtype=target_model.dtype).eval()
-        self.max_draft_tokens: int | None = heads.num_heads
-        self.hidden: Tensor | None = None
+        target = output_projection(target_model, target_model.config)
+        self.projections = [heads.projection(i, target) for i in range(heads.num_heads)]
+        self.embed: nn.Module = target_model.get_input_embeddings()
+        self.device: torch.device = target_model.device
 
-    def reset(self) -> None:
-        self.hidden = None
+    @property
+    def num_heads(self) -> int:
+        return self.heads.num_heads
+
+    @property
+    def sees_draft(self) -> bool:
+        """Whether logits depend on what was drafted before."""
+        return self.heads.shape.kind == HYDRA
 
     @torch.inference_mode()
-    def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
-        features = torch.stack([head(self.hidden) for head in list(self.heads)[:max_tokens]])  # [N, D]
-        logits = self.projection(features).float()  # [N, V]
-        if context.draft_sampling is None:
-            return Proposal(logits.argmax(dim=-1), None)
-        probs = served_logprobs(logits, context.draft_sampling).exp()
-        return Proposal(sample(probs, context.generator), probs)
+    def logits(self, index: int, hidden: Tensor, path: Tensor) -> Tensor:
+        """Logits of head `index`, fp32: states [N, D] → [N, V].
 
-    def commit(self, num_committed: int, target_hidden: Tensor) -> None:
-        self.hidden = target_hidden
+        `path` [N, ≥ index + 1]: ids of the tokens that follow each state's position, the newest token of the text
+        first, then what was drafted. Medusa heads do not look at it.
+        """
+        hidden = hidden.to(self.heads.get_parameter("0.0.linear.weight").dtype)
+        embeddings = self.embed(path[:, : index + 1]) if self.sees_draft else None
+        return self.projections[index].of(self.heads.features(index, hidden, embeddings))

@@ -1,8 +1,10 @@
-"""Owns the export of Medusa heads: the one layout that vLLM, TGI and the original code share.
+"""Owns the export of draft heads: Medusa in the one layout that vLLM, TGI and the original code share, Hydra beside it.
 
-FasterDecoding tensor names in `medusa_lm_head.safetensors`; `0.{L}.weight` is a copy of the target's output projection,
-which vLLM does not share with the target and would otherwise leave uninitialised without a word. No `architectures` key
-(with one, TGI builds no speculator) and no `lm_head.weight` (TGI refuses a name that the target has as well).
+FasterDecoding tensor names in `medusa_lm_head.safetensors`. Where heads share the target's projection, `0.{L}.weight`
+is a copy of it, which vLLM does not share with the target and would otherwise leave uninitialised without a word; a
+low-rank difference is merged into a projection of each head's own. No `architectures` key (with one, TGI builds no
+speculator) and no `lm_head.weight` (TGI refuses a name that the target has as well). No engine reads Hydra heads: they
+keep our own names.
 """
 
 from pathlib import Path
@@ -12,41 +14,94 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdist import provenance
-from specdist.drafters.heads import HEADS_FILE, MedusaHeads
-from specdist.errors import ConfigError
+from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, SHARED
+from specdist.drafters.heads import DraftHeads, HeadsShape
+from specdist.drafters.heads_file import HEADS_FILE
+from specdist.errors import ArtifactError, ConfigError
 from specdist.export.record import ExportRecord, check_read_back, write_record
+from specdist.losses import Projection
 from specdist.target import Target
+from specdist.tree import DraftTree
+
+_MERGED_TOLERANCE = 1e-5  # of the largest logit, fp32: what two orders of the same sums may differ by
 
 
-def speculative_config(model: str, num_speculative_tokens: int) -> dict[str, object]:
-    """vLLM's `speculative_config` for Medusa heads at path `model`."""
-    return {"method": "medusa", "model": model, "num_speculative_tokens": num_speculative_tokens}
-
-
-def _config(heads: MedusaHeads, target: Target, dtype: torch.dtype) -> dict[str, object]:
-    return {
-        "model_type": "medusa",
-        "version": "2",
-        "medusa_num_heads": heads.num_heads,
-        "medusa_num_layers": heads.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": True,
-        "hidden_size": heads.hidden_size,
+def _config(shape: HeadsShape, target: Target, dtype: torch.dtype, tree: DraftTree | None) -> dict[str, object]:
+    config: dict[str, object] = {
+        "model_type": shape.kind,
+        f"{shape.kind}_num_heads": shape.num_heads,
+        f"{shape.kind}_num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
         "vocab_size": target.identity.vocab_size,
         "base_model_name_or_path": target.identity.model_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if tree is not None:
+        config["medusa_choices"] = [list(path) for path in tree.paths]
+    if shape.kind == HYDRA:
+        return config | {"projection": shape.projection}
+    shared = {"version": "2", "original_lm_head": True} if shape.projection == SHARED else {"version": "1"}
+    return config | shared | {"medusa_fc_bias": True}
 
 
-def _limits(heads: MedusaHeads) -> list[str]:
-    limits = [f"vLLM drafts a chain of the best token of each head: num_speculative_tokens 1 to {heads.num_heads}"]
-    if heads.num_layers != 1 or heads.num_heads < 2:
+def _limits(shape: HeadsShape, tree: DraftTree | None) -> list[str]:
+    if shape.kind == HYDRA:
+        return ["no engine serves Hydra heads: they run in our own decoder alone"]
+    limits = [f"vLLM drafts a chain of the best token of each head: num_speculative_tokens 1 to {shape.num_heads}"]
+    if shape.projection == SHARED and (shape.num_layers != 1 or shape.num_heads < 2):
         limits.append("TGI reads this layout with one residual block per head and two heads or more")
+    if tree is not None:
+        limits.append(f"its tree of {tree.num_nodes} nodes (medusa_choices) serves in decoders that verify trees alone")
     return limits
 
 
+def _merged(heads: DraftHeads, index: int, weight: Tensor) -> Tensor:
+    """The projection of head `index` with its low-rank difference added to the target's `weight`: [V, D], fp32.
+
+    Raises ArtifactError where logits of random states differ from those of the two parts.
+    """
+    down, up = (heads.get_parameter(f"{index}.{name}.weight").detach().float() for name in ("down", "up"))
+    weight = weight.detach().to(up.device, torch.float32)
+    merged = torch.addmm(weight, up, down)
+    states = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(index)).to(up.device)
+    apart = Projection(weight, update=up).of(torch.cat([states, states @ down.T], dim=-1))
+    difference = (Projection(merged).of(states) - apart).abs().max() / apart.abs().max()
+    if not difference <= _MERGED_TOLERANCE:
+        raise ArtifactError(
+            f"head {index}: merging its low-rank difference changes logits by {float(difference):.1e} of the largest, "
+            f"expected at most {_MERGED_TOLERANCE:g}; its factors are not finite or far too large, train it again"
+        )
+    return merged
+
+
+def _tensors(heads: DraftHeads, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the file holds, each tensor with memory of its own."""
+    shape, tensors = heads.shape, dict(heads.state_dict())
+    if shape.kind == MEDUSA and shape.projection == SHARED:
+        tensors[f"0.{shape.num_layers}.weight"] = weight
+    elif shape.kind == MEDUSA and shape.projection == LOW_RANK:
+        for i in range(shape.num_heads):
+            del tensors[f"{i}.down.weight"], tensors[f"{i}.up.weight"]
+            tensors[f"{i}.{shape.num_layers}.weight"] = _merged(heads, i, weight).to("cpu", dtype)
+    return {
+        name: tensor.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def _check(shape: HeadsShape, output_projection: Tensor, target: Target, num_speculative_tokens: int) -> None:
+    if not 1 <= num_speculative_tokens <= shape.num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens {num_speculative_tokens}: {shape.num_heads} heads draft 1 to {shape.num_heads}"
+        )
+    expected = (target.identity.vocab_size, shape.hidden_size)
+    for found in (tuple(output_projection.shape), (shape.vocab_size, shape.hidden_size)):
+        if found != expected:
+            raise ConfigError(f"output projection {found}: expected {expected}; these heads belong to another target")
+
+
 def export_medusa(
-    heads: MedusaHeads,
+    heads: DraftHeads,
     output_projection: Tensor,
     target: Target,
     directory: Path,
@@ -54,38 +109,37 @@ def export_medusa(
     dtype: torch.dtype,
     num_speculative_tokens: int,
     checkpoint_step: int,
+    draft_tree: DraftTree | None = None,
 ) -> ExportRecord:
-    """Write `heads` and a copy of the target's `output_projection` [V, D] in `dtype` to `directory`, atomically.
+    """Write `heads` in `dtype` to `directory`, atomically, with what engines need of `output_projection` [V, D].
 
-    Raises ConfigError where the draft length exceeds the heads or shapes do not fit, ArtifactError on a failed
-    read-back.
+    That is the target's weight. `draft_tree` is written to the configuration as `medusa_choices`. Raises ConfigError
+    where the draft length or the tree exceeds the heads or shapes do not fit, ArtifactError on a failed read-back.
     """
-    if not 1 <= num_speculative_tokens <= heads.num_heads:
-        raise ConfigError(
-            f"num_speculative_tokens {num_speculative_tokens}: {heads.num_heads} heads draft 1 to {heads.num_heads}"
-        )
-    if tuple(output_projection.shape) != (target.identity.vocab_size, heads.hidden_size):
-        raise ConfigError(
-            f"output projection {tuple(output_projection.shape)}: expected "
-            f"({target.identity.vocab_size}, {heads.hidden_size}); these heads belong to another target"
-        )
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
-    tensors[f"0.{heads.num_layers}.weight"] = output_projection.detach().to("cpu", dtype).clone()
+    shape = heads.shape
+    _check(shape, output_projection, target, num_speculative_tokens)
+    tree = None if draft_tree is None else DraftTree.of(draft_tree.paths, shape.num_heads)
+    tensors = _tensors(heads, output_projection, dtype)
+    copied = shape.kind == MEDUSA and shape.projection == SHARED
     with provenance.atomic_directory(directory) as temporary:
         save_file(tensors, temporary / HEADS_FILE, metadata={"format": "pt"})
-        provenance.write_json(temporary / "config.json", _config(heads, target, dtype))
+        provenance.write_json(temporary / "config.json", _config(shape, target, dtype, tree))
         check_read_back(temporary, tensors)
         return write_record(
             temporary,
             ExportRecord(
-                format="medusa",
-                drafter_kind="medusa",
+                format=shape.kind,
+                drafter_kind=shape.kind,
                 target=target.identity,
                 lossless=True,
-                num_parameters=sum(p.numel() for p in heads.parameters()),
+                num_parameters=sum(t.numel() for t in tensors.values()) - copied * output_projection.numel(),
                 checkpoint_step=checkpoint_step,
-                speculative_config=speculative_config(".", num_speculative_tokens),
-                engines={"vllm": "0.32.0 (medusa)"},
-                known_limits=_limits(heads),
+                speculative_config={
+                    "method": shape.kind,
+                    "model": ".",
+                    "num_speculative_tokens": num_speculative_tokens,
+                },
+                engines={"vllm": "0.32.0 (medusa)"} if shape.kind == MEDUSA else {},
+                known_limits=_limits(shape, tree),
             ),
         )

@@ -1,4 +1,4 @@
-"""Owns what a draft model is taught with: the objective, and where the target's distributions come from.
+"""Owns what a drafter is taught with: the objective, and where the target's distributions and states come from.
 
 Either its stored best tokens, or its states: kept on disk beside the dataset, or computed at every step.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from specdist.dataset.features import TargetStates, target_states
@@ -14,9 +15,11 @@ from specdist.drafters.vocabulary import shared_vocabulary_size
 from specdist.losses import Objective
 from specdist.stages.data import TrainingData
 from specdist.stages.run import Run
+from specdist.target import output_projection, shard_layers
 from specdist.training.batches import DraftCollator
-from specdist.training.draft import TargetOutput, output_projection
+from specdist.training.heads import HeadsCollator
 from specdist.training.on_policy import OnPolicy
+from specdist.training.target_output import TargetOutput
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,30 @@ class Distillation:
     on_policy: OnPolicy | None
 
 
-def _states(run: Run, data: TrainingData, load_model: Callable[[], PreTrainedModel]) -> TargetStates:
-    dtype, length = run.config.target.target_dtype, run.config.training.max_length
-    name = f"states-{length}-{dtype}-{data.manifest.rows_sha256[:12]}-{run.target.identity.weights_sha256[:12]}"
+@dataclass(frozen=True)
+class HeadsLesson:
+    """What `heads_trainer` needs beside the heads and the trainer's arguments."""
+
+    objective: Objective
+    collator: HeadsCollator
+    target: TargetOutput
+
+
+def _objective(run: Run) -> Objective:
+    asked = run.config.objective
+    return Objective(
+        asked.weights, asked.objective_temperature or run.config.data.eval_temperature, asked.jensen_shannon_beta
+    )
+
+
+def _pad_token_id(run: Run) -> int:
+    pad: int | None = run.target.tokenizer.pad_token_id
+    return run.target.identity.eos_token_ids[0] if pad is None else pad
+
+
+def _states(run: Run, data: TrainingData, load_model: Callable[[], PreTrainedModel], max_length: int) -> TargetStates:
+    dtype = run.config.target.target_dtype
+    name = f"states-{max_length}-{dtype}-{data.manifest.rows_sha256[:12]}-{run.target.identity.weights_sha256[:12]}"
     hidden_size = run.target.config.get_text_config().hidden_size
     return target_states(data.directory / name, data.examples, load_model, hidden_size=hidden_size)
 
@@ -40,14 +64,10 @@ def _states(run: Run, data: TrainingData, load_model: Callable[[], PreTrainedMod
 def distillation(run: Run, data: TrainingData) -> Distillation:
     """The objective as configured, and the target's side of it; the target is loaded only where that is needed."""
     asked, training = run.config.objective, run.config.training
-    temperature = asked.objective_temperature or run.config.data.eval_temperature
-    objective = Objective(asked.weights, temperature, asked.jensen_shannon_beta)
+    objective, pad = _objective(run), _pad_token_id(run)
     full = asked.needs_target and asked.target_distribution == "full"
     load_model = cache(lambda: run.target_model(run.config.target.target_dtype))
-    states = _states(run, data, load_model) if full and asked.cache_target_states else None
-    eos = run.target.identity.eos_token_ids
-    pad = run.target.tokenizer.pad_token_id
-    pad = eos[0] if pad is None else pad
+    states = _states(run, data, load_model, training.max_length) if full and asked.cache_target_states else None
     target = None
     if full or asked.on_policy_share:
         model = load_model()
@@ -55,7 +75,8 @@ def distillation(run: Run, data: TrainingData) -> Distillation:
         target = TargetOutput(output_projection(model, run.target.config), model if live else None)
     on_policy = None
     if asked.on_policy_share:
-        on_policy = OnPolicy(asked.on_policy_share, temperature, eos, pad, training.seed)
+        eos = run.target.identity.eos_token_ids
+        on_policy = OnPolicy(asked.on_policy_share, objective.temperature, eos, pad, training.seed)
     collator = DraftCollator(
         data.examples,
         pad,
@@ -64,3 +85,21 @@ def distillation(run: Run, data: TrainingData) -> Distillation:
         top=asked.needs_target and not full,
     )
     return Distillation(shared_vocabulary_size(run.target), objective, collator, target, on_policy)
+
+
+def heads_lesson(run: Run, data: TrainingData, *, max_length: int, packed: bool) -> HeadsLesson:
+    """The objective as configured, the target's states at the supervised positions, and its ends, which heads share."""
+    dtype, device = run.config.target.target_dtype, "cpu" if run.config.target.shard_target else None
+    load_model = cache(lambda: run.target_model(dtype, device))
+    states = _states(run, data, load_model, max_length) if run.config.objective.cache_target_states else None
+    model = load_model()
+    if run.config.target.shard_target:
+        shard_layers(model, init_device_mesh(run.device.type, (run.state.num_processes,)))
+    target = TargetOutput(
+        output_projection(model, run.target.config),
+        model if states is None else None,
+        model.get_input_embeddings(),
+    )
+    return HeadsLesson(
+        _objective(run), HeadsCollator(data.examples, _pad_token_id(run), packed=packed, states=states), target
+    )

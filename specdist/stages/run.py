@@ -23,6 +23,7 @@ from specdist import provenance, tracking
 from specdist.config import VOLATILE_KEYS, RecipeConfig
 from specdist.dataset.prepare import PromptMix, prepare_prompts
 from specdist.dataset.prompts import PromptSet
+from specdist.drafter_config import HEAD_KINDS
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.gate_policy import GatePolicy, load_policy
 from specdist.registry.store import Registry, check_writable
@@ -76,9 +77,10 @@ class Run:
     def device(self) -> torch.device:
         return self.state.device
 
-    def target_model(self, dtype_name: str) -> PreTrainedModel:
-        """The target on this process's device, in "float32", "bfloat16" or "float16"."""
-        return self.target.load_model(dtype_of(dtype_name), self.device, self.config.target.target_device_map)
+    def target_model(self, dtype_name: str, device: str | None = None) -> PreTrainedModel:
+        """The target in "float32", "bfloat16" or "float16", on this process's device unless another is given."""
+        placement = None if device else self.config.target.target_device_map
+        return self.target.load_model(dtype_of(dtype_name), device or self.device, placement)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -208,9 +210,10 @@ def _avoid_float16(config: RecipeConfig) -> None:
 def _states_bytes(run: Run, rows: int, eval_rows: int) -> int:
     """Most that the target's stored states can take: in fp32 to evaluate, in its own dtype to learn from."""
     data, objective = run.config.data, run.config.objective
+    learned = run.kind in HEAD_KINDS or (objective.needs_target and objective.target_distribution == "full")
     hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
     states = 4 * hidden * eval_rows * data.eval_max_new_tokens
-    if objective.needs_target and objective.target_distribution == "full" and objective.cache_target_states:
+    if learned and objective.cache_target_states:
         states += dtype_of(run.config.target.target_dtype).itemsize * hidden * rows * data.train_max_new_tokens
     return states
 

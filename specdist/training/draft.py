@@ -3,19 +3,19 @@
 Shapes: B rows, T tokens, S supervised positions of a batch in row order, D hidden size, V vocabulary, K best tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import Sampler
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from specdist.errors import ConfigError
+from specdist.fused_losses import linear_objective
 from specdist.losses import (
     IGNORED,
     FullTarget,
@@ -23,57 +23,12 @@ from specdist.losses import (
     Projection,
     TargetDistributions,
     TopTarget,
-    linear_objective,
 )
+from specdist.target import output_projection
 from specdist.training.batches import DraftCollator, schedule
 from specdist.training.on_policy import OnPolicy
 from specdist.training.order import seeded_by_epoch
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """What turns the target's states into its distribution, and the target itself where states are not stored."""
-
-    projection: Projection
-    model: PreTrainedModel | None = None
-
-    @torch.no_grad()
-    def states(self, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
-        """The target's final states at the supervised positions [B, T − 1] of a batch: [S, D]."""
-        if "target_states" in batch:
-            return batch["target_states"]
-        if self.model is None:
-            raise ConfigError("the batch holds no states of the target, and the target is not loaded")
-        inputs = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
-        # In its own dtype: autocast, which is for the draft, would cast at each of its layers
-        with torch.autocast(supervised.device.type, enabled=False):
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        return hidden[:, :-1][supervised]
-
-
-def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Projection:
-    """How `model` turns final states into logits. A weight sharded by FSDP2 is gathered.
-
-    Raises ConfigError on a weight sharded otherwise, which cannot be read outside the model's forward.
-    """
-    head, text = model.get_output_embeddings(), config.get_text_config()
-    weight = _gathered(head.weight) if isinstance(head.weight, DTensor) else head.weight
-    if weight.dim() != 2 or weight.shape[0] < text.vocab_size:
-        raise ConfigError(
-            "the draft's output projection is sharded in a way that hides its rows (FSDP1, DeepSpeed ZeRO-3): use DDP, "
-            "ZeRO-2 or FSDP2, which suffice for a draft model"
-        )
-    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    return Projection(weight, getattr(head, "bias", None), scale, getattr(text, "final_logit_softcapping", None))
-
-
-def _gathered(weight: DTensor) -> Tensor:
-    """All rows of a sharded weight; processes average its gradient, as FSDP does with those of its own forward."""
-    mesh = weight.device_mesh
-    full: Tensor = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    if full.requires_grad:
-        full.register_hook(lambda gradient: gradient / mesh.size())
-    return full
+from specdist.training.target_output import TargetOutput
 
 
 def limited(projection: Projection, vocabulary: Tensor | slice) -> Projection:
@@ -134,7 +89,8 @@ class DraftTrainer(SFTTrainer):
         if len(projection.weight) > self.num_tokens:
             projection = limited(projection, slice(self.num_tokens))
         vocabulary = None if self.vocabulary is None else self.vocabulary.to(supervised.device)
-        return FullTarget(self.target.states(inputs, supervised), projection, vocabulary)
+        at = torch.nn.functional.pad(supervised, (0, 1))  # [B, T]: nothing follows the last position
+        return FullTarget(self.target.states(inputs, at), projection, vocabulary)
 
     def _top_target(self, inputs: dict[str, Tensor]) -> TopTarget:
         ids = inputs["top_ids"]

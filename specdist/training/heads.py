@@ -1,86 +1,121 @@
-"""Owns training Medusa heads on the frozen target (Medusa-1): labels of every head, the loss, the trainer.
+"""Owns training draft heads on the frozen target (Medusa-1): the batches, what each head must predict, the trainer.
 
-Shapes: B rows, T tokens, H heads, S supervised positions of a head, D hidden size, V vocabulary.
+Shapes: B rows, T tokens, S supervised tokens of a batch in row order, H heads, D hidden size, V vocabulary.
+
+Row u of a batch stands for one token that the target wrote: its id, and the target's state that produced it. Head i
+predicts the token of row u from the state of row u − 1 − i, in the same answer (heads.py, offset rule). So row u is the
+same for all heads, and so is the target's distribution there.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from specdist.drafters.heads import MedusaHeads
-from specdist.losses import linear_cross_entropy
+from specdist.dataset.features import TargetStates
+from specdist.drafter_config import HYDRA
+from specdist.drafters.heads import DraftHeads
+from specdist.errors import ConfigError
+from specdist.fused_losses import heads_objective
+from specdist.losses import IGNORED, FullTarget, Objective, TargetDistributions
+from specdist.training.batches import flattened, padded, schedule
 from specdist.training.order import seeded_by_epoch
-
-IGNORED = -100
-
-
-def head_labels(labels: list[int], prompt_length: int, num_heads: int) -> Tensor:
-    """What each head must predict at each position: entry [i, t] is token t+2+i of the answer, else −100. [H, T]
-
-    `labels` [T] has −100 on the prompt. The first supervised position is the prompt's last token, whose state wrote
-    the answer's first token, as in serving. Head i of an answer of n tokens has n − 1 − i labels.
-    """
-    length = len(labels)
-    result = torch.full((num_heads, length), IGNORED)
-    answer = torch.tensor(labels)
-    for i in range(min(num_heads, length - prompt_length - 1)):
-        positions = torch.arange(prompt_length - 1, length - 2 - i)
-        result[i, positions] = answer[positions + 2 + i]
-    return result
+from specdist.training.target_output import TargetOutput
 
 
 class HeadsCollator:
-    """Pads rows at the right and gives every head its labels [B, H, T].
+    """Makes a batch of items of `schedule`: `labels` [S], the answers' tokens, and `completion_index` [S], their places
+    in their answers.
 
-    There is no attention mask: under causal attention no token sees the padding at its right.
+    With `states` the target's go along as `target_states` [S, D], and the target need not run. Else its `input_ids`
+    [B, T] do, with `positions` [S], the places in all rows of the states that produced the tokens. With `packed` these
+    rows are one, with `position_ids` that start anew at each document, by which attention stays inside it.
     """
 
-    def __init__(self, num_heads: int, pad_token_id: int) -> None:
-        self.num_heads, self.pad_token_id = num_heads, pad_token_id
+    def __init__(
+        self, examples: Dataset, pad_token_id: int, *, packed: bool = False, states: TargetStates | None = None
+    ) -> None:
+        self.examples, self.pad_token_id, self.packed, self.states = examples, pad_token_id, packed, states
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        length = max(len(row["input_ids"]) for row in rows)
-        input_ids = torch.full((len(rows), length), self.pad_token_id)
-        labels = torch.full((len(rows), self.num_heads, length), IGNORED)
-        for b, row in enumerate(rows):
-            size = len(row["input_ids"])
-            input_ids[b, :size] = torch.tensor(row["input_ids"])
-            labels[b, :, :size] = head_labels(row["labels"], row["prompt_length"], self.num_heads)
-        return {"input_ids": input_ids, "labels": labels}
+    def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        members = [index for item in items for index in item["members"]]
+        rows = [self.examples[index] for index in members]
+        answers = [torch.as_tensor(row["input_ids"][row["prompt_length"] :]) for row in rows]
+        nothing = [torch.empty(0, dtype=torch.long)]  # of items without members
+        batch = {
+            "labels": torch.cat(answers or nothing).long(),
+            "completion_index": torch.cat([torch.arange(len(answer)) for answer in answers] or nothing),
+        }
+        if self.states is not None:
+            batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: len(batch["labels"])]
+            return batch
+        batch |= self._input(rows) if rows else {"input_ids": torch.full((1, 1), self.pad_token_id)}
+        batch["positions"] = torch.cat(
+            [
+                start + row["prompt_length"] - 1 + torch.arange(len(answer))
+                for start, row, answer in zip(self._starts(rows), rows, answers, strict=True)
+            ]
+            or nothing
+        )
+        return batch
+
+    def _input(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = flattened(rows) if self.packed else padded(rows, self.pad_token_id)
+        del batch["labels"]
+        return batch
+
+    def _starts(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Places of the documents' first tokens in all rows laid end to end."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        if not self.packed:
+            return [b * max(lengths) for b in range(len(rows))]
+        return [sum(lengths[:b]) for b in range(len(rows))]
 
 
-def heads_loss(features: Tensor, weight: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each head, summed over its labels; head i weighs decay^i in the total.
+def head_rows(labels: Tensor, completion_index: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """What each head predicts, and from which row: labels [H, S], IGNORED where it predicts nothing, and rows [H, S].
 
-    `features` [H, S, D] of the heads, `weight` [V, D] of the projection, `labels` [S, H] with −100 where a head has
-    none. Returns the weighted sum [] and each head's own sum [H]; the caller divides by the number of labels
-    (Cai et al. 2024, eq. 1, as a mean over labels).
+    Head i has no answer's first 1 + i tokens: no state of the answer lies so far back. An answer of n tokens gives it
+    n − 1 − i labels.
     """
-    total, sums = features.new_zeros((), dtype=torch.float32), []
-    for i, feature in enumerate(features):
-        labelled = labels[:, i] != IGNORED  # [S]
-        loss = linear_cross_entropy(feature[labelled], weight, labels[labelled, i])
-        sums.append(loss.detach())
-        total = total + decay**i * loss
-    return total, torch.stack(sums)
+    back = 1 + torch.arange(num_heads, device=labels.device)[:, None]  # [H, 1]
+    rows = torch.arange(len(labels), device=labels.device) - back  # [H, S]
+    return torch.where(completion_index >= back, labels, IGNORED), rows.clamp(min=0)
 
 
 class HeadsTrainer(Trainer):
-    """Trains the heads alone: the target runs without gradients, outside the trained module and its DDP wrap."""
+    """Trains the heads alone: the target is no part of the trained module, nor of its DDP wrap."""
 
-    def __init__(self, heads: MedusaHeads, target_model: PreTrainedModel, decay: float, **arguments: Any) -> None:
+    def __init__(
+        self, heads: DraftHeads, *, objective: Objective, target: TargetOutput, decay: float, **arguments: Any
+    ) -> None:
         super().__init__(model=heads, **arguments)
-        self.model_accepts_loss_kwargs = True  # so that labels are counted over processes and accumulation steps
-        self.target_model, self.decay = target_model, decay
-        self._head_sums = torch.zeros(heads.num_heads, device=self.args.device)
-        self._head_counts = torch.zeros(heads.num_heads, device=self.args.device)
+        self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
+        self.objective: Objective = objective
+        self.target = target
+        self.shape = heads.shape
+        if self.shape.kind == HYDRA and target.embed is None:
+            raise ConfigError("hydra heads see the target's token embeddings: give them")
+        self.head_weights = [decay**i for i in range(heads.num_heads)]
+        self._sums = torch.zeros(heads.num_heads, len(objective.weights), device=self.args.device)
+        self._counts = torch.zeros(heads.num_heads, device=self.args.device)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
+
+    def _embeddings(self, labels: Tensor) -> Tensor | None:
+        """The target's embeddings of each row's token and the H − 1 after it: [S, H, D]. None for Medusa heads."""
+        if self.target.embed is None or self.shape.kind != HYDRA:
+            return None
+        following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(
+            self.shape.num_heads, device=labels.device
+        )
+        with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
+            return self.target.embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
 
     def compute_loss(
         self,
@@ -89,52 +124,72 @@ class HeadsTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Weighted cross-entropy, as a mean over the labels of all heads, processes and accumulation steps."""
-        # The target runs in its own dtype: autocast, which is for the heads, would cast at each of its layers
-        with torch.no_grad(), torch.autocast(self.args.device.type, enabled=False):
-            output = self.target_model.base_model(input_ids=inputs["input_ids"], use_cache=False)
-        # Head 0 has a label wherever any head has one; only these positions reach the heads and the vocabulary
-        supervised = inputs["labels"][:, 0] != IGNORED  # [B, T]
-        labels = inputs["labels"].transpose(1, 2)[supervised]  # [S, H]
-        features = model(output.last_hidden_state[supervised].float())  # [H, S, D]
+        """Σ over heads of decay^i times its objective, over the supervised tokens of all processes and accumulation
+        steps (Cai et al. 2024, eq. 1)."""
+        tokens = inputs["labels"]
+        labels, rows = head_rows(tokens, inputs["completion_index"], self.shape.num_heads)  # [H, S] each
+        states = self.target.states(inputs, inputs.get("positions", tokens))
+        features = model(states.float(), self._embeddings(tokens))  # H times [S, D]
+        heads = self.accelerator.unwrap_model(model)
+        projections = [heads.projection(i, self.target.projection) for i in range(heads.num_heads)]
+        distributions: TargetDistributions | None = None
+        if self.objective.needs_target:
+            distributions = FullTarget(states, self.target.projection)
         with self.accelerator.autocast():  # which the trainer applies to the heads' own forward only
-            total, sums = heads_loss(features, self.target_model.get_output_embeddings().weight, labels, self.decay)
-        counts = (labels != IGNORED).sum(dim=0)
-        self._head_sums += sums
-        self._head_counts += counts
+            total, sums = heads_objective(
+                [feature[at] for feature, at in zip(features, rows, strict=True)],
+                projections,
+                labels,
+                self.objective,
+                distributions,
+                counted=labels != IGNORED,
+                head_weights=self.head_weights,
+            )
+        self._sums += sums
+        self._counts += (labels != IGNORED).sum(dim=1)
         if num_items_in_batch is None:
-            return total / counts.sum().clamp(min=1)
+            return total / max(1, len(tokens))
         # The count covers all processes, over which DDP averages the gradients
         return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add each head's own mean loss since the last log."""
+        """Add each head's own mean of the objective since the last log."""
         if "loss" in logs:
-            sums = self.accelerator.reduce(self._head_sums)
-            counts = self.accelerator.reduce(self._head_counts)
+            weights = torch.tensor(list(self.objective.weights.values()), device=self._sums.device)
+            sums, counts = self.accelerator.reduce(self._sums) @ weights, self.accelerator.reduce(self._counts)
             means = (sums / counts).tolist()  # NaN where a head had no label: nothing to report
             logs.update({f"head_{i}_loss": round(mean, 4) for i, mean in enumerate(means) if mean == mean})
-            self._head_sums.zero_()
-            self._head_counts.zero_()
+            self._sums.zero_()
+            self._counts.zero_()
         super().log(logs, start_time)
 
 
 def heads_trainer(
-    heads: MedusaHeads,
-    target_model: PreTrainedModel,
-    examples: Dataset,
+    heads: DraftHeads,
+    collator: HeadsCollator,
     arguments: TrainingArguments,
     *,
+    objective: Objective,
+    target: TargetOutput,
     decay: float,
-    pad_token_id: int,
+    pack_tokens: int | None = None,
 ) -> HeadsTrainer:
-    """A trainer over `examples` (input_ids, labels, prompt_length)."""
+    """A trainer over the examples of `collator` (input_ids, prompt_length).
+
+    Head i weighs decay^i. `pack_tokens`: for a packed collator, the most tokens that share a row.
+    """
     arguments.remove_unused_columns = False
+    # Every parameter gets a gradient at every step, heads' own projections from the loss: outside the module's forward,
+    # where a search for unused ones would not see them
+    arguments.ddp_find_unused_parameters = False
     return HeadsTrainer(
         heads,
-        target_model,
-        decay,
+        objective=objective,
+        target=target,
+        decay=decay,
         args=arguments,
-        train_dataset=examples,
-        data_collator=HeadsCollator(heads.num_heads, pad_token_id),
+        train_dataset=schedule(
+            collator.examples, pack_tokens, multiple_of=arguments.train_batch_size * arguments.world_size
+        ),
+        data_collator=collator,
     )

@@ -1,0 +1,204 @@
+"""Owns the form of every objective that is fused with the projection to the vocabulary: no logits of all positions.
+
+Shapes: H heads (one for a draft model), N supervised positions, C positions of a chunk, D hidden size, R columns of a
+low-rank difference, V vocabulary, E events. The eager form is losses.position_losses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from specdist.losses import Objective, Projection, TargetDistributions, position_losses
+
+CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
+TILE = 1 << 19  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
+_BLOCK = 4096  # tokens whose rows of a weight's gradient are added to at a time
+
+
+def _tiles(rows: int, vocab_size: int, device: torch.device) -> list[slice]:
+    size = max(1, TILE // vocab_size) if device.type == "cpu" else max(1, rows)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+@dataclass(frozen=True)
+class _KnownTarget:
+    """The target's distributions at a chunk's positions, computed once for all heads: `table` [C, E]."""
+
+    table: Tensor
+    source: TargetDistributions
+
+    @classmethod
+    def of(cls, source: TargetDistributions, tiles: Sequence[slice], temperature: float) -> "_KnownTarget":
+        return cls(torch.cat([source.logprobs(tile, temperature) for tile in tiles]), source)
+
+    def part(self, chunk: slice) -> TargetDistributions:
+        return _KnownTarget(self.table[chunk], self.source.part(chunk))
+
+    def logprobs(self, chunk: slice, temperature: float) -> Tensor:
+        return self.table[chunk]
+
+    def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
+        return self.source.events(draft_logprobs, chunk)
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What is learned at N positions: `labels` [H, N], `counted` [H, N] or None for all, `head_weights` of H."""
+
+    projections: Sequence[Projection]
+    labels: Tensor
+    counted: Tensor | None
+    objective: Objective
+    target: TargetDistributions | None
+    head_weights: Sequence[float]
+
+    def to_gradients(self, head: int, product: Tensor, chunk: slice, target: TargetDistributions | None) -> Tensor:
+        """Turn `product` [C, V] of a head into the gradient of the weighted sum by it, in place; the sums [terms].
+
+        In tiles of some rows: about ten tensors of the size of a tile exist at a time, and on a CPU stay in its caches.
+        """
+        labels = self.labels[head, chunk]
+        counted = None if self.counted is None else self.counted[head, chunk]
+        factors = torch.tensor(list(self.objective.weights.values()), device=product.device) * self.head_weights[head]
+        sums = torch.zeros_like(factors)
+        for tile in _tiles(len(product), product.shape[1], product.device):
+            leaf = product[tile].float().requires_grad_()
+            with torch.enable_grad():
+                logits = self.projections[head].logits(leaf)
+                losses = position_losses(self.objective, logits, labels[tile], target, tile)  # [terms, rows]
+                terms = (losses if counted is None else losses * counted[tile]).sum(dim=-1)
+                product[tile] = torch.autograd.grad((factors * terms).sum(), leaf)[0]
+            sums += terms.detach()
+        return sums
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. Block by block, whose products caches hold."""
+    for start in range(0, len(total), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        total[block] += left[:, block].T @ right
+
+
+@dataclass
+class _Matrices:
+    """A head's weight [V, D] and update [V, R] in the dtype of products, and the sums of the parameters' gradients."""
+
+    weight: Tensor
+    update: Tensor | None
+    gradients: list[Tensor | None] = field(default_factory=list)  # of weight, bias and update, fp32
+
+    def product(self, states: Tensor, out: Tensor) -> Tensor:
+        """[C, D + R] → [C, V], in `out`."""
+        torch.mm(states[:, : self.weight.shape[1]], self.weight.T, out=out)
+        return out if self.update is None else out.addmm_(states[:, self.weight.shape[1] :], self.update.T)
+
+    def backward(self, product: Tensor, states: Tensor, out: Tensor) -> None:
+        """From the gradient by the product [C, V]: that by the states [C, D + R] into `out`; add the parameters'."""
+        columns = self.weight.shape[1]
+        out[:, :columns] = product @ self.weight
+        if self.update is not None:
+            out[:, columns:] = product @ self.update
+        weight, bias, update = self.gradients
+        if weight is not None:
+            _add_product(weight, product, states[:, :columns])
+        if bias is not None:
+            bias += product.sum(dim=0, dtype=torch.float32)
+        if update is not None:
+            _add_product(update, product, states[:, columns:])
+
+
+class _FusedObjective(torch.autograd.Function):
+    """The gradient of each chunk is formed with its loss, so that no logits are kept or computed twice.
+
+    After the lesson come the states of each head, then each head's weight, bias and update.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lesson: _Lesson, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        heads = len(lesson.projections)
+        device = lesson.labels.device
+        hidden, parameters = [t for t in tensors[:heads] if t is not None], tensors[heads:]
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else hidden[0].dtype
+        states = [h.to(dtype) for h in hidden]  # [N, D + R] each
+        cast = {id(t): t.to(dtype) for t in parameters if t is not None}  # one copy of what heads share
+        needed = ctx.needs_input_grad[1 + heads :]
+        matrices = []
+        for i in range(heads):
+            weight, bias, update = parameters[3 * i : 3 * i + 3]
+            gradients = [
+                torch.zeros_like(t, dtype=torch.float32) if t is not None and wanted else None
+                for t, wanted in zip((weight, bias, update), needed[3 * i : 3 * i + 3], strict=True)
+            ]
+            matrices.append(_Matrices(cast[id(weight)], None if update is None else cast[id(update)], gradients))
+        by_hidden = [torch.empty_like(s) for s in states]
+        sums = torch.zeros(heads, len(lesson.objective.weights), device=device)
+        num, vocab_size = lesson.labels.shape[1], len(matrices[0].weight)
+        buffer = states[0].new_empty(min(CHUNK, num), vocab_size)
+        for start in range(0, num, CHUNK):
+            chunk = slice(start, min(start + CHUNK, num))
+            part = None if lesson.target is None else lesson.target.part(chunk)
+            if part is not None and heads > 1:
+                tiles = _tiles(chunk.stop - start, vocab_size, device)
+                part = _KnownTarget.of(part, tiles, lesson.objective.temperature)
+            for i, matrix in enumerate(matrices):
+                product = matrix.product(states[i][chunk], buffer[: chunk.stop - start])
+                sums[i] += lesson.to_gradients(i, product, chunk, part)
+                matrix.backward(product, states[i][chunk], by_hidden[i][chunk])
+            del part  # before the next one is made
+        ctx.save_for_backward(*by_hidden, *(gradient for matrix in matrices for gradient in matrix.gradients))
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        ctx.mark_non_differentiable(sums)
+        weights = torch.tensor(list(lesson.objective.weights.values()), device=device)
+        return (sums @ weights * torch.tensor(list(lesson.head_weights), device=device)).sum(), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (  # in place: the graph is walked once
+            None if gradient is None else gradient.mul_(grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, *gradients)
+
+
+def heads_objective(
+    hidden: Sequence[Tensor],
+    projections: Sequence[Projection],
+    labels: Tensor,
+    objective: Objective,
+    target: TargetDistributions | None = None,
+    *,
+    counted: Tensor | None = None,
+    head_weights: Sequence[float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Σ over H and N of the weighted losses, without the logits of all positions at once: [], and each sum [H, terms].
+
+    `hidden`: of each head [N, D], whose logits its projection gives; parameters get gradients where they ask for them.
+    `labels` [H, N], IGNORED where there is none; `counted` [H, N]: what enters at all. `target` is needed by
+    divergences; position n is the same for all heads, so its distribution is computed once. `head_weights`: 1 for each
+    unless given. Products are taken in autocast's dtype, all else in fp32. The caller divides by the global number of
+    supervised tokens. Fused as in "cut cross-entropy" (Wijmans et al. 2024) and Liger, for any objective, in torch.
+    Raises ValueError where a divergence has no target.
+    """
+    if objective.needs_target and target is None:
+        raise ValueError(f"objective {list(objective.weights)}: divergences need the target's distributions, got none")
+    lesson = _Lesson(projections, labels, counted, objective, target, head_weights or [1.0] * len(projections))
+    parameters = [t for p in projections for t in (p.weight, p.bias, p.update)]
+    return _FusedObjective.apply(lesson, *hidden, *parameters)
+
+
+def linear_objective(
+    hidden: Tensor,
+    projection: Projection,
+    labels: Tensor,
+    objective: Objective,
+    target: TargetDistributions | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`heads_objective` of a single projection: `hidden` [N, D], `labels` [N] → the sum [], and each loss's [terms]."""
+    total, sums = heads_objective([hidden], [projection], labels[None], objective, target)
+    return total, sums[0]
