@@ -13,6 +13,8 @@ exact counts of the real decoder. After EOS or the token limit nothing is drafte
 import torch
 from torch import Tensor
 
+from specdist.tree import MAX_RANK, DraftTree
+
 
 def chain_accept(per_position: Tensor, num_speculative_tokens: int) -> Tensor:
     """Spread acceptances that do not depend on the block's start over (start, offset): [B, T] → [B, T, γ].
@@ -21,6 +23,23 @@ def chain_accept(per_position: Tensor, num_speculative_tokens: int) -> Tensor:
     """
     padded = torch.nn.functional.pad(per_position, (0, num_speculative_tokens - 1))
     return padded.unfold(1, num_speculative_tokens, 1)  # [B, T, γ]
+
+
+def tree_accept(ranks: Tensor, tree: DraftTree) -> Tensor:
+    """Acceptance of a tree's levels, 0 or 1: is the path of ranks down to this depth a node? [..., H] → [..., depth]
+
+    `ranks` as `HeadsScorer.ranks` gives them. With it `replay` and `greedy_steps` work on a tree as on a chain of
+    γ = depth: the accepted path goes on as long as a node holds the text's token. Drafted tokens are then levels.
+    """
+    dead = tree.num_nodes + 1  # states: 0 the newest token, i + 1 node i
+    following = torch.full((dead + 1, MAX_RANK + 1), dead)
+    for node, (path, parent) in enumerate(zip(tree.paths, tree.parents, strict=True)):
+        following[parent + 1, path[-1]] = node + 1
+    state, alive = torch.zeros(ranks.shape[:-1], dtype=torch.long), []
+    for depth in range(tree.depth):
+        state = following[state, ranks[..., depth]]
+        alive.append(state != dead)
+    return torch.stack(alive, dim=-1).float()
 
 
 def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,8 @@
 Shapes: N drafted tokens of a block, V vocabulary. Pure torch, fp32 inside; no model is called here.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -104,3 +106,42 @@ def rejection_sample(
             draft_row = draft_probs[i]
         return i, int(sample(residual_distribution(target_probs[i], draft_row), generator))
     return len(draft_ids), int(sample(target_probs[-1], generator))
+
+
+def tree_match(draft_ids: Tensor, parents: Tensor, target_ids: Tensor) -> tuple[list[int], int]:
+    """`greedy_match` on a tree: go on to the child that equals the target's argmax at this node.
+
+    `draft_ids` [N], `parents` [N] (−1: the newest token), `target_ids` [N + 1] of the newest token and the nodes →
+    (accepted nodes from the top, next token). Lossless for greedy decoding.
+    """
+    targets = target_ids.tolist()
+    return _descend(draft_ids, parents, lambda node: targets[node + 1])
+
+
+def tree_sample(
+    draft_ids: Tensor, parents: Tensor, logits: Tensor, sampling: SamplingSpec, generator: torch.Generator
+) -> tuple[list[int], int]:
+    """Draw the target's token at a node, and go on to the child that equals it: as `tree_match`, `logits` [N + 1, V].
+
+    Every token that is emitted was drawn from the target's own served distribution after the tokens before it, so the
+    output is lossless. For deterministic candidates it accepts as often as rejection sampling of one child after the
+    other does (naive and multi-step sampling in SpecInfer, Miao et al. 2024, section 4.3): with the mass of the
+    children. Medusa's typical acceptance (Cai et al. 2024, section 2.3.1) accepts more and is lossy.
+    """
+
+    def draw(node: int) -> int:
+        return int(sample(served_logprobs(logits[node + 1], sampling).exp(), generator))
+
+    return _descend(draft_ids, parents, draw)
+
+
+def _descend(draft_ids: Tensor, parents: Tensor, target_token: Callable[[int], int]) -> tuple[list[int], int]:
+    edges = zip(parents.tolist(), draft_ids.tolist(), strict=True)
+    child = {edge: node for node, edge in enumerate(edges)}  # by parent and token
+    path, token = [], target_token(-1)
+    node = child.get((-1, token))
+    while node is not None:
+        path.append(node)
+        token = target_token(node)
+        node = child.get((node, token))
+    return path, token

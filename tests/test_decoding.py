@@ -7,7 +7,8 @@ from conftest import make_tiny_llama
 from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter
-from specdist.drafters.heads import MedusaDrafter, MedusaHeads
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads_drafter import HeadsDrafter
 from specdist.drafters.prune import prune_layers
 from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, replay_counts, target_pass
 from specdist.metrics import summarize
@@ -26,20 +27,24 @@ def target_model():
     return make_tiny_llama(VOCAB, layers=4, seed=3)
 
 
+def random_heads(kind: str, target) -> HeadsOnTarget:
+    torch.manual_seed(0)
+    heads = DraftHeads(HeadsShape(4, 2, target.config.hidden_size, VOCAB, kind))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return HeadsOnTarget(heads, target)
+
+
 def make_drafter(kind: str, target):
     if kind == "draft_model":
         return DraftModelDrafter(prune_layers(target, [0, 2, 3]).eval(), VOCAB)
-    torch.manual_seed(0)
-    heads = MedusaHeads(4, 2, target.config.hidden_size)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    return MedusaDrafter(heads, target)
+    return HeadsDrafter(random_heads(kind, target))
 
 
 def make_scorer(drafter, target):
     if isinstance(drafter, DraftModelDrafter):
         return DraftModelScorer(drafter.model, VOCAB)
-    return HeadsScorer(drafter.heads, target.get_output_embeddings(), target.device)
+    return HeadsScorer(drafter.heads)
 
 
 def eval_set(target, sampling: SamplingSpec, results: list[DecodeResult], texts: list[list[int]]) -> EvalSet:
@@ -51,7 +56,7 @@ def eval_set(target, sampling: SamplingSpec, results: list[DecodeResult], texts:
         return EvalSet(sampling, [target_pass(target, row, sampling) for row in rows])
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "hydra"])
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 def test_e5_greedy_output_is_the_targets_own_and_replay_equals_decoding_step_by_step(kind: str, gamma: int) -> None:
     target, sampling = target_model(), SamplingSpec(max_new_tokens=40)
@@ -100,7 +105,7 @@ def test_sampled_decoding_lies_in_the_interval_of_replay(kind: str, method: str)
 class Scripted:
     """Drafts what it is told, for exact checks of the loop's ends."""
 
-    max_draft_tokens = None
+    max_draft_tokens, tree = None, None
 
     def __init__(self, continuation: list[int], prompt_length: int) -> None:
         self.continuation, self.prompt_length = continuation, prompt_length

@@ -16,7 +16,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "L0": (
         (
             "errors",
+            "record",
             "schema",
+            "schema_heads",
             "metrics",
             "config",
             "provenance",
@@ -30,7 +32,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         (),
     ),
-    "L1": (("losses", "verify", "tree", "replay"), ("L0",)),
+    "L1": (("losses", "fused_losses", "verify", "tree", "replay"), ("L0",)),
     "L2": (("target", "demo", "drafters"), ("L0", "L1")),
     "L3 generation": (("generation",), ("L0", "L1", "L2")),
     # a dataset is made by generating it, so dataset may import generation, never the reverse
@@ -40,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "L5 evaluation": (("evaluation",), ("L0", "L1", "L2", "L3 generation", "L3 dataset", "L4")),
     "L6 gate": (("gate",), ("L0",)),
     "L6 registry": (("registry",), ("L0",)),
-    "L6 export": (("export",), ("L0", "L2")),
+    "L6 export": (("export",), ("L0", "L1", "L2")),
 }
 BELOW_TOP = tuple(LAYERS)
 # what recipes are made of may import everything below, and the command that as well

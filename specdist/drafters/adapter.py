@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from specdist import provenance
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError
-from specdist.schema import Record
+from specdist.record import Record
 
 logger = logging.getLogger(__name__)
 

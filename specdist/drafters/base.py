@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdist.schema import SamplingSpec
+from specdist.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,24 @@ class DecodeContext:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A chain of drafted tokens. `probs` None means deterministic drafts."""
+    """Drafted tokens: a chain, or with `parents` a tree, level by level. `probs` None means deterministic drafts."""
 
     token_ids: Tensor  # [N]
-    probs: Tensor | None  # [N, V]
+    probs: Tensor | None = None  # [N, V]
+    parents: Tensor | None = None  # [N], −1 is a child of the newest committed token
 
 
 class Drafter(Protocol):
-    """Proposes a block, and is told what became of it."""
+    """Proposes a block, and is told what became of it. `max_draft_tokens` of a tree is its depth."""
 
     max_draft_tokens: int | None
+    tree: DraftTree | None  # None for a drafter of chains
 
     def reset(self) -> None:
         """Forget the last text; the next `propose` starts another."""
 
     def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
-        """Draft at most `max_tokens` (≥ 1) tokens that follow `context.token_ids`."""
+        """Draft at most `max_tokens` (≥ 1) tokens that follow `context.token_ids`; of a tree so many levels."""
 
     def commit(self, num_committed: int, target_hidden: Tensor) -> None:
         """Learn that the text now holds `num_committed` tokens.

@@ -21,6 +21,7 @@ from specdist.drafters.vocabulary import (
 )
 from specdist.errors import ArtifactError, ConfigError
 from specdist.target import Target, cache_argument
+from specdist.tree import DraftTree
 from specdist.verify import sample, served_logprobs
 
 
@@ -128,6 +129,7 @@ class DraftModelDrafter:
     """Drafts token by token with a causal LM and its own KV cache."""
 
     max_draft_tokens: int | None = None
+    tree: DraftTree | None = None
 
     def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | int) -> None:
         """`vocabulary`: the ids that may be proposed, or the target's V for all below it."""

@@ -25,7 +25,7 @@ from specdist.drafters.vocabulary import (
     write_vocabulary,
 )
 from specdist.errors import ArtifactError
-from specdist.schema import Record
+from specdist.record import Record
 from specdist.target import Target
 
 logger = logging.getLogger(__name__)

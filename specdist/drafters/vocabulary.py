@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdist import provenance
 from specdist.errors import ArtifactError, ConfigError, TokenizerMismatch
-from specdist.schema import Record
+from specdist.record import Record
 from specdist.target import Target
 
 logger = logging.getLogger(__name__)

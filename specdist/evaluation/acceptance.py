@@ -5,7 +5,7 @@ Index t of a completion stands for token x[t] and for the hidden state that prod
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from specdist import metrics, provenance
 from specdist.drafters.causal_lm import fitted_vocabulary
-from specdist.drafters.heads import MedusaHeads
+from specdist.drafters.heads import HeadsOnTarget
 from specdist.drafters.vocabulary import DraftVocabulary
 from specdist.errors import ConfigError
 from specdist.progress import track
-from specdist.replay import chain_accept, replay
+from specdist.replay import chain_accept, replay, tree_accept
 from specdist.schema import AcceptanceResult, DistillRow, PromptCounts, SamplingSpec
 from specdist.target import forward_block
+from specdist.tree import MAX_RANK, DraftTree, ranks
 from specdist.verify import served_logprobs
 
 logger = logging.getLogger(__name__)
@@ -160,28 +161,60 @@ class DraftModelScorer:
 
 
 class HeadsScorer:
-    """The heads over the target's stored states: head j at start s reads the state that produced x[s−1]."""
+    """The heads over the target's stored states: head j at start s reads the state that produced x[s−1].
 
-    def __init__(self, heads: MedusaHeads, projection: torch.nn.Module, device: torch.device) -> None:
-        self.heads, self.projection, self.device = heads.to(device).eval(), projection, device
-        self.max_speculative_tokens = min(heads.num_heads, MAX_SPECULATIVE_TOKENS)
+    What it drafts counts only where all before it in the block equals the text, so the tokens that Hydra sees are the
+    text's: one pass over it gives every decision of these as well.
+    """
+
+    def __init__(self, heads: HeadsOnTarget) -> None:
+        self.heads = heads
+        self.max_speculative_tokens = heads.num_heads
 
     @torch.inference_mode()
     def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
-        if text.hidden is None:
-            raise ConfigError("Medusa heads need the target's hidden states of the text: add_target_features")
-        chosen = torch.tensor(text.row.completion_ids, device=self.device)
-        hidden = text.hidden.to(self.device)
-        length = len(chosen)
+        length = len(text.row.completion_ids)
         methods = ["greedy"] if sampling.is_greedy else ["greedy", "probabilistic"]
         result = {m: torch.zeros(length, self.max_speculative_tokens) for m in methods}
-        for j in range(min(self.max_speculative_tokens, length - 1)):
-            starts = torch.arange(1, length - j)  # blocks whose draft j still lies in the text
-            logits = self.projection(self.heads[j](hidden[starts - 1]))
+        for j, (starts, chosen, logits) in enumerate(self._logits(text)):
             logprobs = None if text.logprobs is None else text.logprobs[starts + j]
-            for method, accept in _token_accept(logits, chosen[starts + j], logprobs, sampling).items():
+            for method, accept in _token_accept(logits, chosen, logprobs, sampling).items():
                 result[method][starts, j] = accept
         return result
+
+    @torch.inference_mode()
+    def ranks(self, text: EvalText) -> Tensor:
+        """Where the text's tokens stand among the candidates of the heads, 0 is the best: [L, H], integers.
+
+        Entry [s, j] is the rank of x[s+j] for head j in a block that starts at s (`tree.ranks`); MAX_RANK where no
+        candidate is it, or where it lies past the text. Greedy acceptance of a chain is `ranks == 0`.
+        """
+        result = torch.full((len(text.row.completion_ids), self.heads.num_heads), MAX_RANK)
+        for j, (starts, chosen, logits) in enumerate(self._logits(text)):
+            result[starts, j] = ranks(logits, chosen).cpu()
+        return result
+
+    def _logits(self, text: EvalText) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each head j: the starts [N] of blocks whose draft j lies in the text, its tokens [N], logits [N, V]."""
+        if text.hidden is None:
+            raise ConfigError("draft heads need the target's hidden states of the text: add_target_features")
+        tokens, hidden = torch.tensor(text.row.completion_ids, device=self.heads.device), text.hidden
+        for j in range(min(self.heads.num_heads, len(tokens) - 1)):
+            starts = torch.arange(1, len(tokens) - j)
+            path = tokens.unfold(0, j + 1, 1)[: len(starts)]  # [N, j + 1], from x[s−1] on
+            states = hidden[starts - 1].to(self.heads.device)
+            yield starts, tokens[starts + j], self.heads.logits(j, states, path)
+
+
+class TreeScorer:
+    """A tree of the heads' candidates, instead of the chain of their best. Candidates are never sampled."""
+
+    def __init__(self, heads: HeadsScorer, tree: DraftTree) -> None:
+        self.heads, self.tree = heads, tree
+        self.max_speculative_tokens = tree.depth
+
+    def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
+        return {"greedy": tree_accept(self.heads.ranks(text), self.tree)}
 
 
 def replay_rows(
