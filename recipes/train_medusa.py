@@ -1,4 +1,4 @@
-"""Train Medusa heads on a frozen target: data → training → acceptance of every checkpoint → gate → registry.
+"""Train draft heads (Medusa, Hydra) on a frozen target: data → training → acceptance of checkpoints → gate → registry.
 
     accelerate launch recipes/train_medusa.py [--config recipes/configs/<target>/medusa.yaml] [--key value …]
 
@@ -6,21 +6,28 @@ Without arguments it makes the demo's heads. A finished stage is skipped, an int
 Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
 """
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
-from transformers import TrainingArguments
+import torch
+from transformers import PreTrainedModel, TrainingArguments
 
 from specdist.config import RecipeConfig
-from specdist.drafter_config import HeadsArguments, check_heads
-from specdist.drafters.heads import MedusaDrafter, MedusaHeads, heads_file, load_heads
-from specdist.errors import ConfigError
-from specdist.evaluation.acceptance import HeadsScorer
+from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads_drafter import HeadsDrafter
+from specdist.drafters.heads_file import heads_file, load_heads
+from specdist.evaluation.acceptance import EvalSet, HeadsScorer
+from specdist.evaluation.heads_report import heads_report
 from specdist.export.medusa import export_medusa
+from specdist.schema_heads import HeadsReport
 from specdist.stages.arguments import parse
 from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
 from specdist.stages.data import evaluation_data, training_data
+from specdist.stages.distillation import heads_lesson
 from specdist.stages.release import release
-from specdist.stages.run import dtype_of, run_recipe, start
+from specdist.stages.run import Run, dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
@@ -29,29 +36,58 @@ from specdist.training.heads import heads_trainer
 DEMO_CONFIG = "recipes/configs/smollm2-135m/medusa.yaml"
 
 
+def heads_shape(arguments: HeadsArguments, target: Target) -> HeadsShape:
+    """The heads that are asked for, on this target."""
+    return HeadsShape(
+        arguments.medusa_num_heads,
+        arguments.medusa_num_layers,
+        target.config.get_text_config().hidden_size,
+        target.identity.vocab_size,
+        arguments.head_kind,
+        arguments.head_projection,
+        arguments.head_projection_rank if arguments.head_projection == LOW_RANK else 0,
+    )
+
+
+def read_heads(path: Path, run: Run) -> DraftHeads:
+    """Heads of one of the run's checkpoints, or of its export."""
+    return load_heads(heads_file(path), run.target.identity.vocab_size)
+
+
+def heads_loader(run: Run, eval_model: Callable[[], PreTrainedModel]) -> Loader:
+    """How heads are read from disk, and what is reported on them alone, at the dtype that serves."""
+
+    def report(path: Path, texts: EvalSet) -> HeadsReport:
+        model = run.target_model(run.config.target.target_dtype)
+        return heads_report(HeadsScorer(HeadsOnTarget(read_heads(path, run), model)), texts, model)
+
+    return Loader(
+        heads=report,
+        scorer=lambda path: HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_model())),
+        drafter=lambda path, target: HeadsDrafter(HeadsOnTarget(read_heads(path, run), target)),
+    )
+
+
 def main() -> int:
     config: RecipeConfig = parse(HeadsArguments, TrainingArguments, default_config=DEMO_CONFIG)
     arguments, evaluation = config.model, config.evaluation
 
-    def new_heads(target: Target) -> MedusaHeads:
-        hidden_size = target.config.get_text_config().hidden_size
-        return MedusaHeads(arguments.medusa_num_heads, arguments.medusa_num_layers, hidden_size)
-
     def check(target: Target) -> int:
-        check_heads(arguments, evaluation)
-        if config.objective.needs_target:
-            raise ConfigError(f"objective {config.objective.objective}: heads learn by cross_entropy")
-        return 4 * sum(p.numel() for p in new_heads(target).parameters())
+        check_heads(arguments, evaluation, config.objective, config.target)
+        with torch.device("meta"):
+            return 4 * sum(p.numel() for p in DraftHeads(heads_shape(arguments, target)).parameters())
 
-    run = start(config, "medusa", check=check)
+    run = start(config, arguments.head_kind, check=check)
     if run is None:
         return 0
-    # Only the target's output projection is needed to score heads; the target itself may stay on disk
-    projection = cache(lambda: run.target_model(config.target.eval_dtype).get_output_embeddings())
-    loader = Loader(
-        scorer=lambda path: HeadsScorer(load_heads(heads_file(path)), projection(), run.device),
-        drafter=lambda path, target: MedusaDrafter(load_heads(heads_file(path)), target),
-    )
+    eval_model = cache(lambda: run.target_model(config.target.eval_dtype))
+
+    def new_heads() -> DraftHeads:
+        heads = DraftHeads(heads_shape(arguments, run.target))
+        heads.copy_projection(eval_model().get_output_embeddings().weight)
+        return heads
+
+    loader = heads_loader(run, eval_model)
 
     max_length = config.data.max_prompt_tokens + config.data.train_max_new_tokens
     data = training_data(run, max_length=max_length)
@@ -59,17 +95,19 @@ def main() -> int:
     if config.release.only_data:
         return 0
 
-    untrained = HeadsScorer(new_heads(run.target), projection(), run.device)
-    primary_acceptance(run, lambda: untrained, eval_sets, step=0)
+    primary_acceptance(run, lambda: HeadsScorer(HeadsOnTarget(new_heads(), eval_model())), eval_sets, step=0)
+    packed = arguments.pack_tokens > 0
+    lesson = cache(lambda: heads_lesson(run, data, max_length=max_length, packed=packed))
     train(
         run,
         lambda training_arguments: heads_trainer(
-            new_heads(run.target),
-            run.target_model(config.target.target_dtype),
-            data.examples,
+            new_heads(),
+            lesson().collator,
             training_arguments,
+            objective=lesson().objective,
+            target=lesson().target,
             decay=arguments.head_loss_decay,
-            pad_token_id=run.target.identity.eos_token_ids[0],
+            pack_tokens=arguments.pack_tokens or None,
         ),
         checkpoint_metrics(run, loader, eval_sets),
     )
@@ -77,8 +115,8 @@ def main() -> int:
 
     if run.is_main and not run.export.exists():
         export_medusa(
-            load_heads(heads_file(best)),
-            projection().weight,
+            read_heads(best, run),
+            eval_model().get_output_embeddings().weight,
             run.target,
             run.export,
             dtype=dtype_of(config.target.target_dtype),

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, PromptCounts
+from specdist.schema_heads import HeadsReport
 
 
 def non_finite_numbers(report: EvalReport) -> list[str]:
@@ -28,7 +29,8 @@ def count_faults(report: EvalReport) -> list[str]:
     for result in [*report.acceptance, report.untrained]:
         owner = "untrained" if result is report.untrained else result.setting
         faults += (f"{owner} γ={result.num_speculative_tokens}: {fault}" for fault in _result_faults(result))
-    return [*faults, *_missing_measurements(report)]
+    faults += _missing_measurements(report)
+    return faults if report.heads is None else [*faults, *_heads_faults(report.heads)]
 
 
 def measured_at(result: AcceptanceResult) -> tuple[str, float, str, int]:
@@ -60,6 +62,20 @@ def _missing_measurements(report: EvalReport) -> Iterator[str]:
         yield f"the untrained drafter was not measured at {wanted}; evaluate it there"
     elif prompts_by_id(report.untrained).keys() != prompts_by_id(primary).keys():
         yield "the untrained drafter was measured on other prompts; evaluate both on the same"
+
+
+def _heads_faults(heads: HeadsReport) -> Iterator[str]:
+    lengths = {(shape.kind, shape.num_nodes): shape.mean_accepted_length for shape in heads.shapes}
+    for shape in heads.shapes:
+        if not 1.0 <= shape.mean_accepted_length <= 1.0 + max(map(len, shape.paths), default=0):
+            yield f"heads: τ {shape.mean_accepted_length} of the {shape.kind} of {shape.num_nodes}, beyond its levels"
+    for speed in [*heads.speeds, *heads.recommended]:
+        name = f"{speed.kind} of {speed.num_nodes} at batch size {speed.batch_size}"
+        length, cost = lengths.get((speed.kind, speed.num_nodes)), speed.verify_cost_ratio + speed.draft_cost_ratio
+        if length is None or not math.isclose(speed.predicted_speedup * cost, length, rel_tol=1e-6):
+            yield f"heads: the predicted speed of the {name} differs from its τ and costs"
+    if ("chain", heads.chain_length) not in lengths:
+        yield f"heads: chain_length {heads.chain_length}, but no such chain was measured"
 
 
 def _result_faults(result: AcceptanceResult) -> Iterator[str]:

@@ -140,6 +140,15 @@ def bootstrap_rate_ratios(
     return sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
 
 
+def bootstrap_shares(counts: Sequence[Sequence[float]], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> np.ndarray:
+    """Shares hits / all of summed counts over resampled prompts; a row of `counts` is [hits, more hits, …, all > 0].
+
+    Returns [draws, kinds of hits].
+    """
+    sums = _resampled_sums(np.array(counts, dtype=np.float64), draws, seed)
+    return sums[:, :-1] / sums[:, -1:]
+
+
 def interval(samples: np.ndarray, confidence: float = 0.95) -> list[float]:
     """Percentile interval of bootstrap `samples`: [low, high]."""
     tail = (1.0 - confidence) / 2.0

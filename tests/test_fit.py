@@ -14,7 +14,7 @@ from specdist import cli
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.errors import TokenizerMismatch
-from specdist.evaluation.fit import MAX_LENGTH, Fit, _interleaved, _step_seconds, measure_fit
+from specdist.evaluation.fit import MAX_LENGTH, Fit, _step_seconds, measure_fit
 from specdist.evaluation.fit_table import (
     ACCEPTANCE_RATES,
     best_lengths,
@@ -24,6 +24,7 @@ from specdist.evaluation.fit_table import (
     predictions,
     rules,
 )
+from specdist.evaluation.verify_cost import interleaved
 from specdist.metrics import independent_mean_accepted_length, pooled_length
 from specdist.target import open_target
 
@@ -77,7 +78,7 @@ def test_sizes_are_measured_in_turn_and_the_warm_up_is_not_counted() -> None:
         calls.append(size)
         time.sleep(next(pauses, 0.0))
 
-    seconds = _interleaved(run, range(3))
+    seconds = interleaved(run, range(3))
     assert calls[:6] == [0, 1, 2, 0, 1, 2]
     assert max(seconds.values()) < 0.1
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from specdist.errors import ArtifactError
 from specdist.provenance import read_json, sha256_bytes, sha256_file, sha256_json
-from specdist.schema import Prompt, Record
+from specdist.record import Record
+from specdist.schema import Prompt
 
 
 @dataclass(frozen=True)

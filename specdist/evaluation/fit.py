@@ -5,10 +5,8 @@ one. Batch size 1.
 """
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -19,14 +17,13 @@ from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.drafters.initial import make_draft_model
 from specdist.drafters.vocabulary import DraftVocabulary, restrict_projection, shared_vocabulary_size
 from specdist.evaluation.speed import hardware_name
-from specdist.schema import Record
-from specdist.target import Target, forward_block, new_cache
+from specdist.evaluation.verify_cost import CONTEXT_TOKENS, CachedContext, interleaved, passages
+from specdist.record import Record
+from specdist.target import Target
 
 logger = logging.getLogger(__name__)
 
 MAX_LENGTH = 10
-_CONTEXT_TOKENS = 64
-_ROUNDS, _MIN_ROUNDS, _SECONDS = 40, 5, 30.0
 _PASSAGE = (
     "A small model writes a few words ahead, and a large one reads them all at once. Where both agree the words stay, "
     "where they differ the large model puts its own word, and the small one goes on from there. Nothing in the text "
@@ -58,48 +55,26 @@ class Fit(Record):
     verify_cost_ratios: list[float]
 
 
-@torch.inference_mode()
-def _step_seconds(model: PreTrainedModel, drafter: Drafter, token_ids: list[int]) -> dict[int, float]:
+def _step_seconds(model: PreTrainedModel, drafter: Drafter, token_ids: Sequence[int]) -> dict[int, float]:
     """Median seconds of drafting one token (key 0) and of a target pass over n tokens (key n), measured in turn."""
-    context, block = token_ids[:_CONTEXT_TOKENS], token_ids[_CONTEXT_TOKENS:]
-    cache = new_cache(model)
-    hidden, _ = forward_block(model, context, cache, logits_to_keep=1)
+    context = CachedContext(model, passages(token_ids, 1, MAX_LENGTH + 1))
+    state = DecodeContext(context.context[0].tolist(), None, torch.Generator())
     drafter.reset()
-    state = DecodeContext(context, None, torch.Generator())
 
     def run(tokens: int) -> None:
         if tokens == 0:
-            drafter.commit(len(context), hidden[-1])  # takes the newest token back out of the cache
+            drafter.commit(CONTEXT_TOKENS, context.hidden[0])  # takes the newest token back out of the cache
             drafter.propose(state, 1)
-            return
-        _, logits = forward_block(model, block[:tokens], cache)
-        logits.argmax(dim=-1).tolist()  # waits for the device
-        cache.crop(-tokens)
+        else:
+            context.verify(tokens)
 
-    return _interleaved(run, range(MAX_LENGTH + 2))
-
-
-def _interleaved(run: Callable[[int], None], sizes: range) -> dict[int, float]:
-    """Median seconds of `run` at each size, all in turn, so that a busy moment hits all alike; the first is warm-up."""
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    clock = time.perf_counter
-    end = clock() + _SECONDS
-    for done in range(_ROUNDS + 1):
-        if done > _MIN_ROUNDS and clock() > end:
-            break
-        for size in sizes:
-            began = clock()
-            run(size)
-            if done:
-                seconds[size].append(clock() - began)
-    return {size: median(values) for size, values in seconds.items()}
+    return interleaved(run, range(MAX_LENGTH + 2))
 
 
 def _passage(target: Target) -> list[int]:
-    """Token ids of plain English, enough for the context and the longest block."""
+    """Token ids of plain English."""
     ids: list[int] = target.tokenizer.encode(_PASSAGE, add_special_tokens=False)
-    needed = _CONTEXT_TOKENS + MAX_LENGTH + 1
-    return (ids * (needed // len(ids) + 1))[:needed]
+    return ids
 
 
 def _untrained_draft(

@@ -1,15 +1,16 @@
 """Owns the HTML of a report: one file that needs nothing else, for wide and narrow screens, light and dark."""
 
-import base64
 from collections.abc import Sequence
 from html import escape
 from statistics import fmean
 
-from specdist.evaluation.pictures import Picture, draw_pictures
+from specdist.evaluation.page_heads import heads_section
+from specdist.evaluation.page_parts import bounds, bullets, figure, section, table
+from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.summary import best_speed, gain_over_untrained, sentences
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
 
-_KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads"}
+_KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1b1f24; --soft: #57606a; --line: #d8dee4;
@@ -87,12 +88,13 @@ def render_page(report: EvalReport, decision: GateDecision | None = None) -> str
         _objections(report.invalid_reasons),
         f'<p class="lead">{escape(" ".join(sentences(report)))}</p>',
         _tiles(report),
-        f'<div class="pictures">{"".join(_figure(picture) for picture in draw_pictures(report))}</div>',
-        _section("Acceptance by setting and draft length", _settings_table(report)),
-        _section("Acceptance by domain", _domain_table(report)),
-        _section("Measured speed", _speed_table(report)),
-        _section("Is it true? Replay and fidelity", _trust_tables(report)),
-        _section("Words", "<dl>" + "".join(f"<dt>{w}</dt><dd>{escape(t)}</dd>" for w, t in _WORDS.items()) + "</dl>"),
+        f'<div class="pictures">{"".join(figure(picture) for picture in draw_pictures(report))}</div>',
+        section("Acceptance by setting and draft length", _settings_table(report)),
+        section("Acceptance by domain", _domain_table(report)),
+        section("Measured speed", _speed_table(report)),
+        heads_section(report.heads) if report.heads else "",
+        section("Is it true? Replay and fidelity", _trust_tables(report)),
+        section("Words", "<dl>" + "".join(f"<dt>{w}</dt><dd>{escape(t)}</dd>" for w, t in _WORDS.items()) + "</dl>"),
         f"<footer>{escape(_origin(report))}</footer>",
     ]
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # the browser may fetch nothing
@@ -121,42 +123,6 @@ def _origin(report: EvalReport) -> str:
     )
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _table(
-    label: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int] = (0,), main: int = -1
-) -> str:
-    """A table whose columns `text` are left-aligned and whose row `main` stands out. All cells are escaped."""
-
-    def cell(tag: str, i: int, value: str) -> str:
-        kind = ("t w" if len(value) > 36 else "t") if i in text else ""
-        scope = ' scope="col"' if tag == "th" else ""
-        return f'<{tag}{scope} class="{kind}">{escape(value)}</{tag}>'
-
-    body = "".join(
-        f'<tr class="main">{cells}</tr>' if r == main else f"<tr>{cells}</tr>"
-        for r, row in enumerate(rows)
-        if (cells := "".join(cell("td", i, value) for i, value in enumerate(row)))
-    )
-    header = "".join(cell("th", i, value) for i, value in enumerate(head))
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">'
-        f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.svg).decode("ascii")
-    alt = escape(f"{picture.title}. {picture.description}")
-    return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{alt}"></figure>'
-
-
-def _bounds(bounds: Sequence[float], digits: int = 2) -> str:
-    return " to ".join(f"{bound:.{digits}f}" for bound in bounds)
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
@@ -175,20 +141,16 @@ def _decision(decision: GateDecision | None) -> str:
     head = ["check", "result", "observed", "required", "champion", "reason"]
     return (
         f'<div class="box {escape(decision.verdict)}"><strong>Gate: {escape(decision.verdict)}</strong> '
-        f"({escape(against)}){_list(reasons or [decision.reason])}"
+        f"({escape(against)}){bullets(reasons or [decision.reason])}"
         f"<details><summary>All {len(rows)} checks</summary>"
-        f"{_table('Checks of the gate', head, rows, text=(0, 1, 5))}</details></div>"
+        f"{table('Checks of the gate', head, rows, text=(0, 1, 5))}</details></div>"
     )
-
-
-def _list(items: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _objections(reasons: Sequence[str]) -> str:
     if not reasons:
         return ""
-    return f'<div class="box reject"><strong>This report may not be judged</strong>{_list(reasons)}</div>'
+    return f'<div class="box reject"><strong>This report may not be judged</strong>{bullets(reasons)}</div>'
 
 
 def _tiles(report: EvalReport) -> str:
@@ -199,16 +161,16 @@ def _tiles(report: EvalReport) -> str:
         tiles = [
             (
                 f"{s.mean_accepted_length:.2f}",
-                f"τ, tokens per target step ({_bounds(s.mean_accepted_length_interval)})",
+                f"τ, tokens per target step ({bounds(s.mean_accepted_length_interval)})",
             ),
             (f"{s.acceptance_rate:.1%}", f"of drafted tokens accepted ({primary.setting}, γ\u00a0=\u00a0{gamma})"),
         ]
     if gain is not None:
-        bounds = f" ({gain[1][0]:+.1%} to {gain[1][1]:+.1%})" if gain[1] else ""
-        tiles.append((f"{gain[0]:+.1%}", f"τ against the untrained drafter{bounds}"))
+        spread = f" ({gain[1][0]:+.1%} to {gain[1][1]:+.1%})" if gain[1] else ""
+        tiles.append((f"{gain[0]:+.1%}", f"τ against the untrained drafter{spread}"))
     if best is not None:
         at = f"γ\u00a0=\u00a0{best.num_speculative_tokens}"
-        words = f"times the speed of the target alone at {at} ({_bounds(best.speedup_interval)})"
+        words = f"times the speed of the target alone at {at} ({bounds(best.speedup_interval)})"
         tiles.append((f"{best.speedup:.2f}", words))
     return (
         '<div class="tiles">'
@@ -222,7 +184,7 @@ def _tiles(report: EvalReport) -> str:
 def _acceptance_cells(summary: AcceptanceSummary) -> list[str]:
     return [
         f"{summary.mean_accepted_length:.3f}",
-        _bounds(summary.mean_accepted_length_interval, 3),
+        bounds(summary.mean_accepted_length_interval, 3),
         f"{summary.acceptance_rate:.1%}",
         str(summary.num_prompts),
     ]
@@ -240,7 +202,7 @@ def _settings_table(report: EvalReport) -> str:
     head = ["setting", "γ", "τ", "95 % interval", "accepted", "prompts", "temperature", "drafts"]
     main = next((i for i, r in enumerate(results) if r == report.primary), -1)
     note = '<p class="soft">The highlighted row is the one that the gate judges.</p>' if main >= 0 else ""
-    return _table("Acceptance by setting", head, rows, text=(0, 7), main=main) + note
+    return table("Acceptance by setting", head, rows, text=(0, 7), main=main) + note
 
 
 def _domain_table(report: EvalReport) -> str:
@@ -266,7 +228,7 @@ def _domain_table(report: EvalReport) -> str:
         "“Mean of domains” gives each domain the same weight.</p>"
     )
     head = ["domain", "τ", "95 % interval", "accepted", "prompts", "τ untrained", "gain"]
-    return _table("Acceptance by domain", head, rows, main=len(rows) - (2 if domains else 1)) + note
+    return table("Acceptance by domain", head, rows, main=len(rows) - (2 if domains else 1)) + note
 
 
 def _speed_table(report: EvalReport) -> str:
@@ -279,7 +241,7 @@ def _speed_table(report: EvalReport) -> str:
             str(p.num_speculative_tokens),
             f"{p.tokens_per_second:.1f}",
             f"{p.speedup:.3f}",
-            _bounds(p.speedup_interval, 3),
+            bounds(p.speedup_interval, 3),
             f"{p.predicted_speedup:.3f}",
             f"{p.mean_accepted_length:.3f}",
         ]
@@ -293,7 +255,7 @@ def _speed_table(report: EvalReport) -> str:
         f"target alone · drafting one token costs {speed.draft_cost_ratio:.3f} of a target step"
     )
     main = 1 + speed.points.index(best) if best else -1
-    return _table("Measured speed", head, rows, main=main) + f'<p class="soft">{escape(facts)}.</p>'
+    return table("Measured speed", head, rows, main=main) + f'<p class="soft">{escape(facts)}.</p>'
 
 
 def _trust_tables(report: EvalReport) -> str:
@@ -304,14 +266,14 @@ def _trust_tables(report: EvalReport) -> str:
             str(c.num_prompts),
             f"{c.replay_mean_accepted_length:.4f}",
             f"{c.decoder_mean_accepted_length:.4f}",
-            _bounds(c.replay_interval, 4),
+            bounds(c.replay_interval, 4),
             "confirmed" if c.passed else f"not confirmed ({len(c.mismatched_prompts)} prompts differ)",
         ]
         for c in report.certifications
     ]
     head = ["setting", "γ", "prompts", "τ by replay", "τ by the decoder", "allowed", "result"]
     replay = (
-        _table("Replay against the real decoder", head, rows, text=(0, 6)) if rows else "<p>Replay was not checked.</p>"
+        table("Replay against the real decoder", head, rows, text=(0, 6)) if rows else "<p>Replay was not checked.</p>"
     )
     fidelity = report.fidelity
     if fidelity is None:
@@ -325,5 +287,5 @@ def _trust_tables(report: EvalReport) -> str:
         for d in fidelity.divergences
     ]
     head = ["prompt", "first differing token", "target's top-2 logit gap", "kind"]
-    table = _table("Outputs that differ", head, differing, text=(0, 3)) if differing else ""
-    return f"{replay}<p>{escape(words)}</p>{table}"
+    outputs = table("Outputs that differ", head, differing, text=(0, 3)) if differing else ""
+    return f"{replay}<p>{escape(words)}</p>{outputs}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdist.metrics import bootstrap_lengths, interval
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport
+from specdist.schema_heads import DraftShape, HeadsReport
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _MARKERS = ("o", "s", "^", "D")
@@ -229,3 +230,26 @@ def _by_domain(report: EvalReport) -> Picture | None:
     said = ", ".join(f"{name} {value:.2f}" for (name, _), value in zip(domains, values, strict=True))
     title = f"Acceptance by domain, {primary.setting}"
     return _picture(title, f"τ by domain: {said}.", draw, height=1.9 + 0.36 * len(domains))
+
+
+def draw_shapes(heads: HeadsReport) -> Picture:
+    """τ of chains and trees against the number of drafted tokens that the target verifies."""
+
+    def draw(axes: Any) -> None:
+        for i, kind in enumerate(("tree", "chain")):
+            shapes = [shape for shape in heads.shapes if shape.kind == kind]
+            values = [shape.mean_accepted_length for shape in shapes]
+            errors = _distances(values, [shape.mean_accepted_length_interval for shape in shapes])
+            _points(axes, [shape.num_nodes for shape in shapes], values, kind, i, yerr=errors)
+        _baseline(axes.axhline)
+        sizes = sorted({shape.num_nodes for shape in heads.shapes if shape.kind == "tree"})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_xlabel("drafted tokens per step (nodes)")
+        axes.set_ylabel("τ (tokens per target step)")
+
+    def said(shape: DraftShape) -> str:
+        return f"{shape.kind} of {shape.num_nodes} {shape.mean_accepted_length:.2f}"
+
+    description = f"τ by drafted tokens: {', '.join(map(said, heads.shapes))}. The target alone makes 1."
+    return _picture("Tokens per target step of chains and trees", description, draw)

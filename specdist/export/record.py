@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdist import provenance
 from specdist.errors import ArtifactError
-from specdist.schema import Record, TargetIdentity
+from specdist.record import Record
+from specdist.schema import TargetIdentity
 
 EXPORT_FILE = "export.json"
 _TOKENIZER_FILES = (

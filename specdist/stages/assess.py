@@ -16,6 +16,7 @@ from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed
 from specdist.export.record import read_record
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
+from specdist.schema_heads import HeadsReport
 from specdist.stages.run import Run
 from specdist.training.checkpoints import COMPLETE_FILE, best_step, checkpoint_path, checkpoint_step
 
@@ -26,10 +27,14 @@ PRIMARY_SETTING = "greedy"
 
 @dataclass(frozen=True)
 class Loader:
-    """How one kind of drafter is read from disk, from a checkpoint or an export: for replay, and for decoding."""
+    """How one kind of drafter is read from disk, from a checkpoint or an export: for replay, and for decoding.
+
+    `heads`: what is reported on draft heads alone, from the greedy evaluation texts; None for other drafters.
+    """
 
     scorer: Callable[[Path], Scorer]
     drafter: Callable[[Path, PreTrainedModel], Drafter]
+    heads: Callable[[Path, EvalSet], HeadsReport] | None = None
 
 
 def _evaluation_file(run: Run, step: int) -> Path:
@@ -175,6 +180,7 @@ def assess_export(
     scorer = loader.scorer(run.export)
     lengths = range(1, MAX_SPECULATIVE_TOKENS + 1)
     acceptance = [r for s in eval_sets for r in evaluate(scorer, s, lengths, f"acceptance, {s.sampling.temperature:g}")]
+    heads = loader.heads(run.export, eval_sets[0]) if loader.heads else None
     if run.is_main:
         report = EvalReport(
             drafter_kind=record.drafter_kind,
@@ -195,6 +201,7 @@ def assess_export(
             fidelity=None,
             speed=None,
             dtype=run.config.target.eval_dtype,
+            heads=heads,
         )
         report = _certified(run, loader, scorer, eval_sets, report)
         report = _timed(run, loader, eval_sets[0], report)
