@@ -52,6 +52,7 @@ def main() -> None:
         for name, parameter in sharded.named_parameters():
             assert isinstance(parameter.grad, DTensor), name
             torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad, atol=1e-4, rtol=1e-4)
+    dist.barrier()  # a process that ends while the other still speaks to it would abort that one
     dist.destroy_process_group()
 
 
