@@ -27,9 +27,15 @@ class DraftTree:
     def of(cls, paths: Sequence[Sequence[int]], num_heads: int) -> "DraftTree":
         """The tree of `paths` in any order, for so many heads.
 
-        Raises ConfigError on no path at all, more levels than heads, a rank that is not 0 to MAX_RANK − 1, a path that
-        stands there twice, and a path without its prefix.
+        Raises ConfigError on no path at all, what is no list of whole numbers, more levels than heads, a rank that is
+        not 0 to MAX_RANK − 1, a path that stands there twice, and a path without its prefix.
         """
+        for path in paths:
+            if not isinstance(path, Sequence) or not all(isinstance(rank, int) for rank in path):
+                raise ConfigError(
+                    f"tree path {path!r}: expected a list of ranks, one for each level, such as [0, 2]; numbers of "
+                    "candidates per head are no tree"
+                )
         nodes = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         if not nodes or not nodes[0]:
             raise ConfigError("a draft tree without paths, or with an empty one: expected paths like [0], [0, 0], [1]")

@@ -30,10 +30,21 @@ def test_e12_a_tree_for_more_heads_than_there_are_is_refused() -> None:
         ([[0], [-1]], r"\[-1\]: rank -1"),
         ([[0], [1, 0]], r"\[1, 0\]: its prefix \[1\] is missing"),
         ([[0], [0]], r"\[0\] stands there twice"),
+        ([4, 2, 1], "tree path 4: expected a list of ranks"),
+        ([[0], [0, 0.5]], r"\[0, 0.5\]: expected a list of ranks"),
         ([], "without paths"),
         ([[], [0]], "an empty one"),
     ],
-    ids=["rank beyond the top-k", "negative rank", "no prefix", "twice", "empty", "empty path"],
+    ids=[
+        "rank beyond the top-k",
+        "negative rank",
+        "no prefix",
+        "twice",
+        "counts per head",
+        "no whole number",
+        "empty",
+        "empty path",
+    ],
 )
 def test_e13_paths_that_make_no_tree_are_refused_by_name(paths: list[list[int]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
