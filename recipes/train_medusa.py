@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from specdist.config import RecipeConfig
 from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
-from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_drafter import HeadsDrafter
 from specdist.drafters.heads_file import heads_file, load_heads
 from specdist.evaluation.acceptance import EvalSet, HeadsScorer
@@ -54,17 +54,17 @@ def read_heads(path: Path, run: Run) -> DraftHeads:
     return load_heads(heads_file(path), run.target.identity.vocab_size)
 
 
-def heads_loader(run: Run, eval_model: Callable[[], PreTrainedModel]) -> Loader:
+def heads_loader(run: Run, eval_ends: Callable[[], TargetEnds]) -> Loader:
     """How heads are read from disk, and what is reported on them alone, at the dtype that serves."""
 
     def report(path: Path, texts: EvalSet) -> HeadsReport:
         model = run.target_model(run.config.target.target_dtype)
-        return heads_report(HeadsScorer(HeadsOnTarget(read_heads(path, run), model)), texts, model)
+        return heads_report(HeadsScorer(HeadsOnTarget(read_heads(path, run), TargetEnds.of(model))), texts, model)
 
     return Loader(
         heads=report,
-        scorer=lambda path: HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_model())),
-        drafter=lambda path, target: HeadsDrafter(HeadsOnTarget(read_heads(path, run), target)),
+        scorer=lambda path: HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_ends())),
+        drafter=lambda path, target: HeadsDrafter(HeadsOnTarget(read_heads(path, run), TargetEnds.of(target))),
     )
 
 
@@ -80,14 +80,15 @@ def main() -> int:
     run = start(config, arguments.head_kind, check=check)
     if run is None:
         return 0
-    eval_model = cache(lambda: run.target_model(config.target.eval_dtype))
+    # Only the target's ends are needed to score heads; its layers may stay on disk
+    eval_ends = cache(lambda: TargetEnds.of(run.target_model(config.target.eval_dtype)))
 
     def new_heads() -> DraftHeads:
         heads = DraftHeads(heads_shape(arguments, run.target))
-        heads.copy_projection(eval_model().get_output_embeddings().weight)
+        heads.copy_projection(eval_ends().projection.weight)
         return heads
 
-    loader = heads_loader(run, eval_model)
+    loader = heads_loader(run, eval_ends)
 
     max_length = config.data.max_prompt_tokens + config.data.train_max_new_tokens
     data = training_data(run, max_length=max_length)
@@ -95,7 +96,7 @@ def main() -> int:
     if config.release.only_data:
         return 0
 
-    primary_acceptance(run, lambda: HeadsScorer(HeadsOnTarget(new_heads(), eval_model())), eval_sets, step=0)
+    primary_acceptance(run, lambda: HeadsScorer(HeadsOnTarget(new_heads(), eval_ends())), eval_sets, step=0)
     packed = arguments.pack_tokens > 0
     lesson = cache(lambda: heads_lesson(run, data, max_length=max_length, packed=packed))
     train(
@@ -116,7 +117,7 @@ def main() -> int:
     if run.is_main and not run.export.exists():
         export_medusa(
             read_heads(best, run),
-            eval_model().get_output_embeddings().weight,
+            eval_ends().projection.weight,
             run.target,
             run.export,
             dtype=dtype_of(config.target.target_dtype),

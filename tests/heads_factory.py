@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdist.drafter_config import HEAD_KINDS, HEAD_PROJECTIONS, LOW_RANK, MEDUSA, SHARED
-from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.export.medusa import export_medusa
 from specdist.export.record import ExportRecord
 from specdist.target import Target
@@ -45,7 +45,7 @@ def logits_of(heads: DraftHeads, target: Target) -> Tensor:
     """Logits of all heads for five random states, in fp32: [H, 5, V]."""
     hidden = random_states()
     path = torch.arange(5 * heads.num_heads).reshape(5, -1)
-    on_target = HeadsOnTarget(heads, target.load_model(torch.float32))
+    on_target = HeadsOnTarget(heads, TargetEnds.of(target.load_model(torch.float32)))
     return torch.stack([on_target.logits(i, hidden, path) for i in range(heads.num_heads)])
 
 

@@ -7,7 +7,7 @@ from conftest import make_tiny_llama
 from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter
-from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_drafter import HeadsDrafter
 from specdist.drafters.prune import prune_layers
 from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, replay_counts, target_pass
@@ -32,7 +32,7 @@ def random_heads(kind: str, target) -> HeadsOnTarget:
     heads = DraftHeads(HeadsShape(4, 2, target.config.hidden_size, VOCAB, kind))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    return HeadsOnTarget(heads, target)
+    return HeadsOnTarget(heads, TargetEnds.of(target))
 
 
 def make_drafter(kind: str, target):

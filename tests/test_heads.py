@@ -1,8 +1,10 @@
 """Draft heads: what each head must predict, what is trained, and means that do not depend on how a batch is cut."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from specdist.dataset.features import target_states
-from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape
+from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_file import HEADS_FILE, heads_of, load_heads
 from specdist.errors import ArtifactError
 from specdist.losses import IGNORED, FullTarget, Objective, position_losses
@@ -118,14 +120,23 @@ def test_parameters_grow_with_layers_and_each_block_is_its_own() -> None:
 
 @pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_untrained_heads_repeat_the_targets_next_token(kind: str, form: str) -> None:
-    heads = HeadsOnTarget(make_heads(kind, form), TARGET)
+    heads = HeadsOnTarget(make_heads(kind, form), TargetEnds.of(TARGET))
     hidden, path = torch.randn(5, WIDTH), torch.randint(0, VOCAB, (5, 3))
     for i in range(3):
         torch.testing.assert_close(heads.logits(i, hidden, path), TARGET.get_output_embeddings()(hidden))
 
 
+def test_the_ends_of_a_target_do_not_hold_its_layers() -> None:
+    target = make_tiny_llama(VOCAB)
+    layer, ends = weakref.ref(target.model.layers[0]), TargetEnds.of(target)
+    del target
+    gc.collect()
+    assert layer() is None
+    assert len(ends.projection.weight) == VOCAB
+
+
 def test_a_hydra_head_sees_the_tokens_before_its_own_and_no_others() -> None:
-    heads = HeadsOnTarget(make_heads("hydra", scale=0.3), TARGET)
+    heads = HeadsOnTarget(make_heads("hydra", scale=0.3), TargetEnds.of(TARGET))
     hidden, path = torch.randn(1, WIDTH), torch.tensor([[1, 2, 3]])
     for i in range(3):
         base = heads.logits(i, hidden, path)

@@ -16,7 +16,7 @@ from test_tree_search import row
 
 from specdist.consistency import count_faults, non_finite_numbers
 from specdist.decoding.loop import decode
-from specdist.drafters.heads import HeadsOnTarget
+from specdist.drafters.heads import HeadsOnTarget, TargetEnds
 from specdist.errors import ConfigError
 from specdist.evaluation.acceptance import EvalSet, HeadsScorer, TreeScorer, replay_counts, target_pass
 from specdist.evaluation.heads_report import TOP, fastest, head_accuracies, heads_report, predict_speeds, rank_texts
@@ -43,7 +43,7 @@ IDS = [(7 * i) % VOCAB for i in range(90)]
 
 
 def scorer(kind: str = "medusa") -> HeadsScorer:
-    return HeadsScorer(HeadsOnTarget(make_heads(kind, scale=0.05), TARGET))
+    return HeadsScorer(HeadsOnTarget(make_heads(kind, scale=0.05), TargetEnds.of(TARGET)))
 
 
 def greedy_set(num_prompts: int = 8) -> EvalSet:

@@ -124,15 +124,28 @@ class DraftHeads(nn.ModuleList):
             self._own(i).copy_(weight)
 
 
-class HeadsOnTarget:
-    """Heads in use: with the target's projection and token embeddings, which they share. No gradients."""
+@dataclass(frozen=True)
+class TargetEnds:
+    """What heads share with the target: its output projection and token embeddings. The layers between may go."""
 
-    def __init__(self, heads: DraftHeads, target_model: PreTrainedModel) -> None:
-        self.heads = heads.to(device=target_model.device, dtype=target_model.dtype).eval()
-        target = output_projection(target_model, target_model.config)
-        self.projections = [heads.projection(i, target) for i in range(heads.num_heads)]
-        self.embed: nn.Module = target_model.get_input_embeddings()
-        self.device: torch.device = target_model.device
+    projection: Projection
+    embed: nn.Module
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "TargetEnds":
+        """The ends of a loaded target."""
+        return cls(output_projection(model, model.config), model.get_input_embeddings())
+
+
+class HeadsOnTarget:
+    """Heads in use, on the device and in the dtype of the target's ends. No gradients."""
+
+    def __init__(self, heads: DraftHeads, ends: TargetEnds) -> None:
+        weight = ends.projection.weight
+        self.heads = heads.to(device=weight.device, dtype=weight.dtype).eval()
+        self.projections = [heads.projection(i, ends.projection) for i in range(heads.num_heads)]
+        self.embed = ends.embed
+        self.device = weight.device
 
     @property
     def num_heads(self) -> int:
