@@ -73,7 +73,7 @@ def main() -> int:
     arguments, evaluation = config.model, config.evaluation
 
     def check(target: Target) -> int:
-        check_heads(arguments, evaluation, config.objective, config.target)
+        check_heads(arguments, evaluation, config.objective)
         with torch.device("meta"):
             return 4 * sum(p.numel() for p in DraftHeads(heads_shape(arguments, target)).parameters())
 

@@ -89,10 +89,6 @@ class TargetArguments:
         default=None,
         metadata={"help": "auto spreads a target too large for one GPU over all; then launch a single process."},
     )
-    shard_target: bool = field(
-        default=False,
-        metadata={"help": "While heads learn, share the target's layers out over the processes (FSDP2)."},
-    )
     eval_dtype: str = field(
         default="float32", metadata={"help": "dtype of evaluation texts, replay and the decoder that certifies it."}
     )

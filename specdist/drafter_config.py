@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from specdist.config import EvaluationArguments, TargetArguments, check_choice, check_range
+from specdist.config import EvaluationArguments, check_choice, check_range
 from specdist.errors import ConfigError
 from specdist.objective import ObjectiveArguments
 
@@ -92,6 +92,10 @@ class HeadsArguments:
     pack_tokens: int = field(
         default=0, metadata={"help": "Put documents of so many tokens together in a row; 0 pads each row."}
     )
+    shard_target: bool = field(
+        default=False,
+        metadata={"help": "While heads learn, share the target's layers out over the processes (FSDP2)."},
+    )
     head_loss_decay: float = field(
         default=0.8, metadata={"help": "Head i weighs decay^i in the loss (Cai et al. 2024, eq. 1)."}
     )
@@ -106,11 +110,9 @@ class HeadsArguments:
         check_range("heads", "head_loss_decay", self.head_loss_decay, 0.01, 1.0)
 
 
-def check_heads(
-    heads: HeadsArguments, evaluation: EvaluationArguments, objective: ObjectiveArguments, target: TargetArguments
-) -> None:
+def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments, objective: ObjectiveArguments) -> None:
     """Raise ConfigError where the judged draft length exceeds the heads, and on what heads cannot learn by."""
-    if target.shard_target and objective.cache_target_states:
+    if heads.shard_target and objective.cache_target_states:
         raise ConfigError(
             "shard_target with cache_target_states: the processes would wait for each other while they store states; "
             "set cache_target_states: false, so that the target runs at every step"

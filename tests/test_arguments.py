@@ -6,7 +6,7 @@ import pytest
 import yaml
 from trl import SFTConfig
 
-from specdist.config import EvaluationArguments, RecipeConfig, TargetArguments
+from specdist.config import EvaluationArguments, RecipeConfig
 from specdist.drafter_config import DraftArguments, HeadsArguments, check_heads
 from specdist.errors import ConfigError
 from specdist.objective import ObjectiveArguments
@@ -73,10 +73,7 @@ def test_the_resolved_configuration_loads_again_as_itself(tmp_path: Path) -> Non
 def test_heads_cannot_be_judged_beyond_their_number() -> None:
     with pytest.raises(ConfigError, match="2 heads draft at most 2"):
         check_heads(
-            HeadsArguments(medusa_num_heads=2),
-            EvaluationArguments(num_speculative_tokens=3),
-            ObjectiveArguments(),
-            TargetArguments(),
+            HeadsArguments(medusa_num_heads=2), EvaluationArguments(num_speculative_tokens=3), ObjectiveArguments()
         )
 
 
@@ -86,14 +83,14 @@ def test_heads_cannot_be_judged_beyond_their_number() -> None:
 def test_heads_refuse_what_only_a_draft_model_can_learn_by(asked: dict) -> None:
     objective = ObjectiveArguments(objective=["forward_kl"], **asked)
     with pytest.raises(ConfigError, match=next(iter(asked))):
-        check_heads(HeadsArguments(), EvaluationArguments(num_speculative_tokens=3), objective, TargetArguments())
+        check_heads(HeadsArguments(), EvaluationArguments(num_speculative_tokens=3), objective)
 
 
 def test_a_sharded_target_does_not_store_states() -> None:
-    target = TargetArguments(shard_target=True)
+    heads = HeadsArguments(shard_target=True)
     with pytest.raises(ConfigError, match="cache_target_states: false"):
-        check_heads(HeadsArguments(), EvaluationArguments(), ObjectiveArguments(), target)
-    check_heads(HeadsArguments(), EvaluationArguments(), ObjectiveArguments(cache_target_states=False), target)
+        check_heads(heads, EvaluationArguments(), ObjectiveArguments())
+    check_heads(heads, EvaluationArguments(), ObjectiveArguments(cache_target_states=False))
 
 
 def test_a_key_goes_by_its_old_name_where_the_installed_transformers_knows_no_other() -> None:

@@ -89,11 +89,11 @@ def distillation(run: Run, data: TrainingData) -> Distillation:
 
 def heads_lesson(run: Run, data: TrainingData, *, max_length: int, packed: bool) -> HeadsLesson:
     """The objective as configured, the target's states at the supervised positions, and its ends, which heads share."""
-    dtype, device = run.config.target.target_dtype, "cpu" if run.config.target.shard_target else None
+    dtype, device = run.config.target.target_dtype, "cpu" if run.config.model.shard_target else None
     load_model = cache(lambda: run.target_model(dtype, device))
     states = _states(run, data, load_model, max_length) if run.config.objective.cache_target_states else None
     model = load_model()
-    if run.config.target.shard_target:
+    if run.config.model.shard_target:
         shard_layers(model, init_device_mesh(run.device.type, (run.state.num_processes,)))
     target = TargetOutput(
         output_projection(model, run.target.config),
