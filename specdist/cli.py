@@ -1,4 +1,4 @@
-"""Owns the command `specdist`: advice on a draft, looking at datasets and the registry, rolling back.
+"""Owns the command `specdist`: advice on a draft, looking at data and the registry, exports, rolling back.
 
 Everything else is a recipe.
 
@@ -11,12 +11,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specdist import config
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.provenance import write_json
 from specdist.registry.store import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH, Registry, model_names
+
+if TYPE_CHECKING:
+    from specdist.export.record import ExportRecord
 
 _COLUMNS = ("model", "version", "champion", "mean accepted length", "created")
 
@@ -37,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     groups = parser.add_subparsers(required=True, metavar="GROUP")
     _add_data_commands(groups.add_parser("data", help="datasets of the target's answers"))
     _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
+    _add_export(groups.add_parser("export", help="write an export as one engine reads it, or say why it would not"))
+    _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
 
@@ -71,6 +77,21 @@ def _add_data_commands(data: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_data_show)
     command = commands.add_parser("validate", parents=[directory], help="hash the shards and check every row again")
     command.set_defaults(run=_data_validate)
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--format", required=True, choices=("vllm", "tgi", "original"), help="who reads it")
+    command.add_argument("--target", metavar="MODEL", help="compared with the export's; TGI finds it by this name")
+    command.add_argument("drafter", metavar="DRAFTER", type=Path, help="an export, a registry's version, or a run")
+    command.add_argument("output", metavar="OUTPUT", type=Path, help="a new directory")
+    command.set_defaults(run=_export)
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--target", metavar="MODEL", required=True, help="the model that the heads were trained on")
+    command.add_argument("source", metavar="SOURCE", type=Path, help="a file, or a directory with config.json beside")
+    command.add_argument("output", metavar="OUTPUT", type=Path, help="a new directory")
+    command.set_defaults(run=_import)
 
 
 def _add_advise(command: argparse.ArgumentParser) -> None:
@@ -126,6 +147,29 @@ def _advise(arguments: argparse.Namespace) -> None:
     if arguments.measured:
         for line in compare_with_run(fit, target, target_arguments, arguments.measured, Path(data.data_dir)):
             _write(line)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from specdist.export.convert import convert
+    from specdist.target import open_target
+
+    target = open_target(arguments.target) if arguments.target else None
+    record = convert(arguments.drafter, arguments.output, arguments.format, target=target, base_model=arguments.target)
+    _write_export(arguments.output, record)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from specdist.export.imported import import_heads
+    from specdist.target import open_target
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    _write_export(arguments.output, import_heads(arguments.source, arguments.output, open_target(arguments.target)))
+
+
+def _write_export(directory: Path, record: "ExportRecord") -> None:
+    _write(f"{directory}: {record.drafter_kind} for {record.target.model_id}, {record.drafter_sha256[:12]}")
+    for limit in record.known_limits:
+        _write(f"  {limit}")
 
 
 def _data_show(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,8 @@ from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+# vLLM takes a drafter whose path contains one of these for that kind of drafter
+MISREAD_IN_PATHS = ("eagle-", "eagle3", "dflash", "dspark")
 # What may differ between two runs into one output directory: it decides what is shown, not what is made.
 VOLATILE_KEYS = frozenset(
     {

@@ -18,22 +18,27 @@ from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, SHARED
 from specdist.drafters.heads import DraftHeads, HeadsShape
 from specdist.drafters.heads_file import HEADS_FILE
 from specdist.errors import ArtifactError, ConfigError
+from specdist.export.engines import VLLM, check_readable
 from specdist.export.record import ExportRecord, check_read_back, write_record
 from specdist.losses import Projection
+from specdist.schema import TargetIdentity
 from specdist.target import Target
 from specdist.tree import DraftTree
 
 _MERGED_TOLERANCE = 1e-5  # of the largest logit, fp32: what two orders of the same sums may differ by
 
 
-def _config(shape: HeadsShape, target: Target, dtype: torch.dtype, tree: DraftTree | None) -> dict[str, object]:
+def heads_config(
+    shape: HeadsShape, target: TargetIdentity, dtype: torch.dtype, tree: DraftTree | None
+) -> dict[str, object]:
+    """What config.json says of heads: the keys that engines read."""
     config: dict[str, object] = {
         "model_type": shape.kind,
         f"{shape.kind}_num_heads": shape.num_heads,
         f"{shape.kind}_num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "vocab_size": target.identity.vocab_size,
-        "base_model_name_or_path": target.identity.model_id,
+        "vocab_size": target.vocab_size,
+        "base_model_name_or_path": target.model_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if tree is not None:
@@ -44,7 +49,8 @@ def _config(shape: HeadsShape, target: Target, dtype: torch.dtype, tree: DraftTr
     return config | shared | {"medusa_fc_bias": True}
 
 
-def _limits(shape: HeadsShape, tree: DraftTree | None) -> list[str]:
+def known_limits(shape: HeadsShape, tree: DraftTree | None) -> list[str]:
+    """What heads in the shared layout cannot do where they serve."""
     if shape.kind == HYDRA:
         return ["no engine serves Hydra heads: they run in our own decoder alone"]
     limits = [f"vLLM drafts a chain of the best token of each head: num_speculative_tokens 1 to {shape.num_heads}"]
@@ -100,6 +106,22 @@ def _check(shape: HeadsShape, output_projection: Tensor, target: Target, num_spe
             raise ConfigError(f"output projection {found}: expected {expected}; these heads belong to another target")
 
 
+def write_heads(
+    directory: Path, tensors: dict[str, Tensor], config: dict[str, object], record: ExportRecord, engine: str | None
+) -> ExportRecord:
+    """Write an export of heads for `engine` (None: for none), atomically; returns the completed record.
+
+    Raises ArtifactError or ConfigError where the engine would not read all of it, ArtifactError on a failed read-back.
+    """
+    if engine is not None:
+        check_readable(engine, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    with provenance.atomic_directory(directory) as temporary:
+        save_file(tensors, temporary / HEADS_FILE, metadata={"format": "pt"})
+        provenance.write_json(temporary / "config.json", config)
+        check_read_back(temporary, tensors)
+        return write_record(temporary, record)
+
+
 def export_medusa(
     heads: DraftHeads,
     output_projection: Tensor,
@@ -121,25 +143,16 @@ def export_medusa(
     tree = None if draft_tree is None else DraftTree.of(draft_tree.paths, shape.num_heads)
     tensors = _tensors(heads, output_projection, dtype)
     copied = shape.kind == MEDUSA and shape.projection == SHARED
-    with provenance.atomic_directory(directory) as temporary:
-        save_file(tensors, temporary / HEADS_FILE, metadata={"format": "pt"})
-        provenance.write_json(temporary / "config.json", _config(shape, target, dtype, tree))
-        check_read_back(temporary, tensors)
-        return write_record(
-            temporary,
-            ExportRecord(
-                format=shape.kind,
-                drafter_kind=shape.kind,
-                target=target.identity,
-                lossless=True,
-                num_parameters=sum(t.numel() for t in tensors.values()) - copied * output_projection.numel(),
-                checkpoint_step=checkpoint_step,
-                speculative_config={
-                    "method": shape.kind,
-                    "model": ".",
-                    "num_speculative_tokens": num_speculative_tokens,
-                },
-                engines={"vllm": "0.32.0 (medusa)"} if shape.kind == MEDUSA else {},
-                known_limits=_limits(shape, tree),
-            ),
-        )
+    record = ExportRecord(
+        format=shape.kind,
+        drafter_kind=shape.kind,
+        target=target.identity,
+        lossless=True,
+        num_parameters=sum(t.numel() for t in tensors.values()) - copied * output_projection.numel(),
+        checkpoint_step=checkpoint_step,
+        speculative_config={"method": shape.kind, "model": ".", "num_speculative_tokens": num_speculative_tokens},
+        engines={"vllm": "0.32.0 (medusa)"} if shape.kind == MEDUSA else {},
+        known_limits=known_limits(shape, tree),
+    )
+    engine = VLLM if shape.kind == MEDUSA else None
+    return write_heads(directory, tensors, heads_config(shape, target.identity, dtype, tree), record, engine)

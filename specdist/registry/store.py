@@ -23,6 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from specdist.config import MISREAD_IN_PATHS
 from specdist.errors import ArtifactError, ConfigError
 from specdist.provenance import read_json, sha256_file, sha256_json, sync_directory, write_text
 from specdist.registry.mlflow import CHAMPION, ModelRecord, check_location, create_database, open_record
@@ -43,7 +44,6 @@ TAG_MEAN_ACCEPTED_LENGTH = "mean_accepted_length"  # given by whoever publishes;
 _DATABASE = "mlflow.db"
 _LOCK_SECONDS = 600.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_SNIFFED = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM takes a path with one of these for that kind of drafter
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +83,7 @@ class Registry:
         """Raises ConfigError on a name that is no plain directory name or that an engine would misread."""
         if not _NAME.fullmatch(model_name):
             raise ConfigError(f"model name {model_name!r}: expected letters, digits, '.', '_' and '-'")
-        if found := [word for word in _SNIFFED if word in model_name.lower()]:
+        if found := [word for word in MISREAD_IN_PATHS if word in model_name.lower()]:
             raise ConfigError(f"model name {model_name!r}: vLLM misreads a path that contains {found}; rename it")
         self.root = Path(root).absolute()
         self.model_name = model_name
