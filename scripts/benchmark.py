@@ -4,6 +4,7 @@ python scripts/benchmark.py generate --help      the embedded engine against a p
 python scripts/benchmark.py prompts --help       reading, validating, deduplicating and splitting a million prompts
 python scripts/benchmark.py losses --help        objectives fused with the projection, against eager ones and TRL's
 python scripts/benchmark.py train-draft --help   whole steps of the demo's draft: eager, ours, TRL's
+python scripts/benchmark.py train-heads --help   whole steps of Medusa heads: as published, written plainly, and ours
 """
 
 import importlib
@@ -15,6 +16,7 @@ MEASUREMENTS = {
     "prompts": "benchmark_prompts",
     "losses": "benchmark_losses",
     "train-draft": "benchmark_train_draft",
+    "train-heads": "benchmark_train_heads",
 }
 
 

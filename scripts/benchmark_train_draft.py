@@ -17,13 +17,13 @@ import gc
 import os
 import random
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmark_process import (
+    Clock,
     device,
     in_new_process,
     peak_megabytes,
@@ -32,7 +32,7 @@ from benchmark_process import (
 )
 from datasets import Dataset
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 from trl import SFTConfig
 
 from specdist.dataset.examples import training_examples
@@ -84,23 +84,6 @@ def trl_fused_loss(trainer: DraftTrainer, model: Any, ids: Tensor, supervised: T
     weights = trainer.model.get_output_embeddings().weight, trainer.target.projection.weight
     with trainer.accelerator.autocast():
         return _chunked_divergence_loss(draft, target, *weights, draft.new_ones(len(draft)), 0.0, num_items)[0]
-
-
-class Clock(TrainerCallback):
-    """Seconds from the end of the first step, which warms up, to that of the last: with loading of batches."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
-        """See TrainerCallback."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        return self.ends[-1] - self.ends[0]
 
 
 def synthetic_rows(count: int, max_length: int, num_tokens: int) -> Dataset:

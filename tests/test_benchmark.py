@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ("--hidden", "16", "--vocab", "300", "--threads", "1", "--dtype", "float32", "--rounds", "1")
 
@@ -18,7 +20,7 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def judged(output: str) -> dict[str, bool]:
     """Whether each requirement held, by its words."""
-    lines = re.findall(r"^(held|NOT HELD): (.*?): -?[\d.]+, at most [\d.]+$", output, flags=re.MULTILINE)
+    lines = re.findall(r"^(held|NOT HELD): (.*?): -?[\d.e-]+, at most [\d.e-]+$", output, flags=re.MULTILINE)
     return {text: word == "held" for word, text in lines}
 
 
@@ -49,18 +51,39 @@ def test_losses_reports_memory_by_the_number_of_tokens() -> None:
     assert [int(n) for n in re.findall(r"mixture, (\d+) positions, chunked: [1-9]\d* MB", result.stdout)] == [512, 2048]
 
 
-def test_train_draft_takes_the_same_steps_as_trls_loss(tmp_path: Path) -> None:
-    make = [sys.executable, "scripts/make_tiny_target.py", str(tmp_path)]
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make = [sys.executable, "scripts/make_tiny_target.py", str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(make, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=170)
+    return directory / "target"
+
+
+def test_train_draft_takes_the_same_steps_as_trls_loss(tiny_target: Path) -> None:
     result = benchmark(
-        *("train-draft", "--target", str(tmp_path / "target"), "--layers", "0", "--steps", "1", "--rounds", "1"),
+        *("train-draft", "--target", str(tiny_target), "--layers", "0", "--steps", "1", "--rounds", "1"),
         *("--batch-rows", "2", "--max-length", "60", "--ways", "states", "trl_fused", "--dtype", "float32"),
     )
     requirements = judged(result.stdout)
     assert len(requirements) == 3, result.stdout + result.stderr
     assert requirements["states, difference of loss from trl_fused"]
     assert result.returncode == (0 if all(requirements.values()) else 1)
+
+
+def test_train_heads_takes_the_published_step_and_reports_every_way(tiny_target: Path) -> None:
+    result = benchmark(
+        *("train-heads", "--target", str(tiny_target), "--heads", "2", "--documents", "2", "--batch-rows", "2"),
+        *("--max-length", "100", "--rounds", "1", "--threads", "1"),
+    )
+    names = ("difference of loss of own and plain", "largest difference of gradients of own and plain")
+    assert judged(result.stdout) == {f"2 heads, {name}": True for name in names}, result.stdout + result.stderr
+    rows = re.findall(
+        r"^\| 2 \| ([\w, ]+) \| ([\d.]+) \| [\d.]+ \| \d+ \| [\d.]+ \|$", result.stdout, flags=re.MULTILINE
+    )
+    assert [way for way, _ in rows] == ["plain", "own", "low_rank", "shared", "shared, cached states"]
+    assert all(float(speed) > 0 for _, speed in rows)
+    assert result.returncode == 0
 
 
 def test_a_measurement_that_does_not_exist_is_answered_by_those_that_do() -> None:
