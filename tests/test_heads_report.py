@@ -18,6 +18,7 @@ from specdist.consistency import count_faults, non_finite_numbers
 from specdist.decoding.loop import decode
 from specdist.drafters.heads import HeadsOnTarget, TargetEnds
 from specdist.errors import ConfigError
+from specdist.evaluation import verify_cost
 from specdist.evaluation.acceptance import EvalSet, HeadsScorer, TreeScorer, replay_counts, target_pass
 from specdist.evaluation.heads_report import TOP, fastest, head_accuracies, heads_report, predict_speeds, rank_texts
 from specdist.evaluation.page import render_page
@@ -137,6 +138,18 @@ def test_costs_are_in_steps_and_grow_with_the_work() -> None:
     assert cost.step_seconds > 0
     assert cost.ratios[1] > 1.5
     assert 0 < drafts[trees[0]] < drafts[trees[1]]
+
+
+@pytest.mark.parametrize(("second", "warned"), [(0.04, True), (0.095, False), (0.2, False)])
+def test_a_disturbed_timing_is_named(
+    second: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        verify_cost, "interleaved", lambda run, works: dict(zip(works, (0.1, second, 0.01), strict=True))
+    )
+    cost, _ = measure_costs(TARGET, scorer().heads, [DraftTree.chain(1)], IDS, batch_size=2, num_tokens=(1, 5))
+    assert cost.ratios == [1.0, second / 0.1]
+    assert ("batch size 2" in caplog.text) == warned
 
 
 def test_costs_lie_on_lines_between_the_measured_and_nowhere_else() -> None:

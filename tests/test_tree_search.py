@@ -136,6 +136,15 @@ def test_each_half_is_counted_with_the_tree_of_the_other() -> None:
         assert fitted.counts == sorted(expected, key=lambda counts: counts.prompt_id)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees_are_told_apart_by_their_nodes(seed: int) -> None:
+    texts = random_texts(seed, texts=6, heads=3, text_length=8)
+    trees = [fitted.tree for fitted in cross_fitted(texts, (1, 2, 4, 8, 16, 32, 64))]
+    assert [tree.num_nodes for tree in trees] == sorted({tree.num_nodes for tree in trees})
+    taus = [visited_starts(texts, tree)[1] for tree in trees]
+    assert taus == sorted(taus)
+
+
 def test_the_reported_length_is_not_flattered_by_the_choice() -> None:
     """Ranks without any habit: what a tree seems to have learnt of one half is not there in the other."""
     texts = random_texts(0, texts=30, heads=2, highest=10, text_length=16)

@@ -169,16 +169,18 @@ def halves(prompt_ids: Sequence[str]) -> tuple[set[str], set[str]]:
 
 
 def cross_fitted(texts: RankedTexts, sizes: Sequence[int]) -> list[FittedTree]:
-    """A tree of at most each of `sizes` nodes, smallest first, without the sizes that give the tree of a smaller one.
+    """Trees of at most each of `sizes` nodes, smallest first; a size that needs no more nodes than others is left out.
 
     The counters are not flattered by the choice of the tree: each half of the prompts is replayed with the tree that
     was found on the other half. Raises ConfigError on fewer than two prompts.
     """
     one, other = (texts.of_prompts(half) for half in halves(texts.prompt_ids))
     on_one, on_other, on_all = (search_trees(part, sizes) for part in (one, other, texts))
-    fitted: dict[DraftTree, FittedTree] = {}
+    fitted: list[FittedTree] = []
     for size, tree in on_all.items():
-        if tree not in fitted:
-            counts = [*replay_tree(one, on_other[size]), *replay_tree(other, on_one[size])]
-            fitted[tree] = FittedTree(tree, sorted(counts, key=lambda prompt: prompt.prompt_id))
-    return list(fitted.values())
+        if fitted and tree == fitted[-1].tree:
+            continue
+        counts = [*replay_tree(one, on_other[size]), *replay_tree(other, on_one[size])]
+        smaller = [known for known in fitted if known.tree.num_nodes < tree.num_nodes]
+        fitted = [*smaller, FittedTree(tree, sorted(counts, key=lambda prompt: prompt.prompt_id))]
+    return fitted

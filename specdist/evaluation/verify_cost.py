@@ -4,6 +4,7 @@ Costs come from shapes, dtype and hardware, not from what weights or texts say. 
 size, N tokens to feed.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -22,6 +23,9 @@ from specdist.tree import DraftTree, candidates
 CONTEXT_TOKENS = 64
 VERIFIED_TOKENS = (1, 2, 3, 5, 9, 17, 33, 65)  # trees of 1, 2, 4, … 64 nodes and the newest token
 _ROUNDS, _MIN_ROUNDS, _SECONDS = 40, 5, 30.0
+_NOISE = 0.8  # of a step: kernels of some sizes are a little faster than those of smaller ones, not by more
+
+logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
 
@@ -124,6 +128,13 @@ def measure_costs(
     works: list[int | DraftTree] = [*num_tokens, *trees]
     seconds = interleaved(run, works)
     step = seconds[1]
+    if (least := min(seconds[n] for n in num_tokens)) < _NOISE * step:
+        logger.warning(
+            "batch size %d: a pass over more tokens took %.0f %% of the time of one token's: other work disturbs the "
+            "timing, so predicted speeds are not to be trusted; evaluate again on an idle machine",
+            batch_size,
+            100 * least / step,
+        )
     cost = VerifyCost(batch_size, step, list(num_tokens), [seconds[n] / step for n in num_tokens])
     return cost, {tree: seconds[tree] / step for tree in trees}
 
