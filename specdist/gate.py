@@ -340,8 +340,8 @@ def _domain_checks(
 
 def _speed_check(report: EvalReport, policy: GatePolicy) -> GateCheck:
     """The speed-up at the draft length that is served; judged only where the policy asks for one."""
-    points = report.speed.points if report.speed else []
-    point = next((p for p in points if p.num_speculative_tokens == report.num_speculative_tokens), None)
+    chains = [p for p in report.speed.points if p.num_tree_nodes is None] if report.speed else []
+    point = next((p for p in chains if p.num_speculative_tokens == report.num_speculative_tokens), None)
     low, high = point.speedup_interval if point and len(point.speedup_interval) == 2 else (0.0, math.inf)
     measured = f"{point.speedup:.2f} times the target alone ({low:.2f} to {high:.2f})" if point else "not measured"
     reason = f"{measured} at γ={report.num_speculative_tokens}"

@@ -246,7 +246,7 @@ class Fidelity(Record):
 
 @dataclass(frozen=True)
 class SpeedPoint(Record):
-    """Measured wall clock at one draft length; rates in output tokens per second, interval of 95 % over repeats."""
+    """Measured wall clock at one draft length (a tree's depth); output tokens per second, 95 % interval of repeats."""
 
     num_speculative_tokens: int
     tokens_per_second: float
@@ -254,6 +254,7 @@ class SpeedPoint(Record):
     speedup_interval: list[float]
     mean_accepted_length: float
     predicted_speedup: float
+    num_tree_nodes: int | None = None  # None for a chain
 
 
 @dataclass(frozen=True)

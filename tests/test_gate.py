@@ -329,6 +329,14 @@ def test_asked_speed_that_was_not_measured_holds(good: EvalReport) -> None:
     assert judge(replace(good, speed=None), min_speedup=1.0).verdict == "hold"
 
 
+def test_the_speed_of_a_tree_does_not_stand_for_that_of_a_chain(good: EvalReport) -> None:
+    assert good.speed is not None
+    trees = [replace(point, speedup_interval=[9.0, 9.5], num_tree_nodes=16) for point in good.speed.points]
+    for points, verdict in ((trees, "hold"), ([*trees, *good.speed.points], "reject")):
+        report = replace(good, speed=replace(good.speed, points=points))
+        assert judge(report, min_speedup=2.0).verdict == verdict
+
+
 def test_e18_both_means_are_named() -> None:
     prompts = [PromptCounts(f"a{i}", "A", 100.0, 100.0, [90.0]) for i in range(10)]
     prompts += [PromptCounts(f"b{i}", "B", 10.0, 10.0, [1.0]) for i in range(10)]

@@ -240,3 +240,22 @@ def test_the_summary_table_is_aligned(report: EvalReport) -> None:
 def test_the_best_speed_is_in_the_table(report: EvalReport) -> None:
     slow = replace(report, speed=make_speed({1: 1.2, 4: 2.9}, 0.1))
     assert "at γ=4" in summary_table({"a": (slow, None)})
+
+
+def test_a_tree_is_named_as_such_and_is_no_draft_length(report: EvalReport, tmp_path: Path) -> None:
+    speed = make_speed({2: 1.6, 4: 1.9})
+    tree = replace(speed.points[1], speedup=9.0, num_tree_nodes=16)
+    with_tree = replace(report, speed=replace(speed, points=[*speed.points, tree]))
+    write_report(with_tree, tmp_path)
+    assert read_report(tmp_path) == with_tree
+    assert "9.00x at tree of 16 nodes" in summary_table({"a": (with_tree, None)})
+    assert "with a tree of 16 nodes, the best of 3 measured" in " ".join(sentences(with_tree))
+    pictures = [draw_pictures(r) for r in (with_tree, replace(report, speed=speed))]
+    assert pictures[0] == pictures[1]
+
+
+def test_a_report_written_before_there_were_trees_still_loads(report: EvalReport) -> None:
+    plain = report.to_json()
+    for point in plain["speed"]["points"]:
+        del point["num_tree_nodes"]
+    assert EvalReport.from_json(plain) == report

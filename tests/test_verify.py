@@ -6,7 +6,15 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from specdist.errors import ConfigError
 from specdist.schema import SamplingSpec
-from specdist.verify import greedy_match, rejection_sample, residual_distribution, sample, served_logprobs
+from specdist.verify import (
+    greedy_match,
+    rejection_sample,
+    residual_distribution,
+    sample,
+    served_logprobs,
+    tree_match,
+    tree_sample,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +94,46 @@ def test_draft_equal_to_target_is_always_accepted() -> None:
     probs = torch.full((4, 8), 1 / 8)
     drafts = torch.tensor([1, 5, 7])
     assert rejection_sample(drafts, probs[:3], probs, torch.Generator().manual_seed(0))[0] == 3
+
+
+# Of the newest token the children 5 and 6; of 5 again 6, and below that 7; of 6 the child 5
+TREE_IDS, TREE_PARENTS = torch.tensor([5, 6, 6, 5, 7]), torch.tensor([-1, -1, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ([5, 6, 0, 7, 0, 9], ([0, 2, 4], 9)),
+        ([6, 0, 5, 0, 8, 0], ([1, 3], 8)),
+        ([5, 7, 0, 0, 0, 0], ([0], 7)),
+        ([7, 6, 6, 6, 6, 6], ([], 7)),
+    ],
+)
+def test_tree_match(target: list[int], expected: tuple[list[int], int]) -> None:
+    assert tree_match(TREE_IDS, TREE_PARENTS, torch.tensor(target)) == expected
+
+
+def test_tree_match_of_a_chain_is_greedy_match() -> None:
+    draft, chain = torch.tensor([5, 6, 7]), torch.tensor([-1, 0, 1])
+    for target in ([5, 6, 7, 8], [4, 6, 7, 8], [5, 6, 9, 8]):
+        accepted, following = tree_match(draft, chain, torch.tensor(target))
+        assert (len(accepted), following) == greedy_match(draft, torch.tensor(target))
+
+
+def test_tree_sampling_is_lossless() -> None:
+    """The first two emitted tokens are distributed as the target's: chi-square at p ≈ 0.001, by each first token."""
+    ids, parents = torch.tensor([2, 0, 1, 3]), torch.tensor([-1, -1, 0, 0])
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    probs, generator, draws = (logits / 0.7).softmax(-1), torch.Generator().manual_seed(1), 6000
+    counts, firsts = torch.zeros(2, 4), torch.zeros(4)
+    for _ in range(draws):
+        path, following = tree_sample(ids, parents, logits, SamplingSpec(0.7), generator)
+        emitted = [*ids[path].tolist(), following]
+        firsts[emitted[0]] += 1
+        if path:
+            counts[path[0], emitted[1]] += 1  # node 0 or node 1 was the first
+    assert float(((firsts - probs[0] * draws) ** 2 / (probs[0] * draws)).sum()) < 16.27  # 3 degrees of freedom
+    for node in range(2):
+        expected = probs[node + 1] * counts[node].sum()
+        assert expected.min() > 5
+        assert float(((counts[node] - expected) ** 2 / expected).sum()) < 16.27

@@ -2,7 +2,7 @@
 
 Greedy: each verify step must equal replay's, and each output the target's. Sampled: replay the very texts the decoder
 wrote; given a text the acceptances are independent draws, so the decoder's mean accepted length must lie within the
-bootstrap interval of the paired difference.
+bootstrap interval of the paired difference. Of a tree the scorer is a TreeScorer, and what counts are its levels.
 """
 
 import logging
@@ -100,10 +100,13 @@ def certify_sampled(
     eval_set: EvalSet,
     num_speculative_tokens: int,
     eos_token_ids: list[int],
-    draft_sample_method: str = "probabilistic",
+    draft_sample_method: str | None = None,
 ) -> Certification:
-    """Decode the prompts of a sampled `eval_set` speculatively and replay what was written."""
-    gamma = num_speculative_tokens
+    """Decode the prompts of a sampled `eval_set` speculatively and replay what was written.
+
+    `draft_sample_method` None stands for probabilistic, and for greedy where the drafter has a tree.
+    """
+    gamma, method = num_speculative_tokens, draft_sample_method or ("greedy" if drafter.tree else "probabilistic")
     replayed: list[PromptCounts] = []
     decoded: list[PromptCounts] = []
     for text in track(eval_set.texts, len(eval_set.texts), "certifying, sampled", logger):
@@ -116,20 +119,20 @@ def certify_sampled(
                 eos_token_ids,
                 drafter=drafter,
                 num_speculative_tokens=gamma,
-                draft_sample_method=draft_sample_method,
+                draft_sample_method=method,
                 generator=torch.Generator(device=model.device).manual_seed(row.seed),
             )
             if len(result.completion_ids) < 2:
                 continue
             own = target_pass(model, _with_completion(row, result), eval_set.sampling)
-            accept = scorer.accept(own, eval_set.sampling)[draft_sample_method]
+            accept = scorer.accept(own, eval_set.sampling)[method]
         replayed += replay_rows([own.row], [accept], gamma)
         decoded.append(result.counts(row.prompt_id, row.domain, gamma))
     mean, real = metrics.pooled_length(replayed), metrics.pooled_length(decoded)
     spread = metrics.bootstrap_length_differences(decoded, replayed) - (real - mean)
     low, high = metrics.interval(spread, _CONFIDENCE)
     return Certification(
-        setting=setting_name(eval_set.sampling, draft_sample_method),
+        setting=setting_name(eval_set.sampling, method),
         num_speculative_tokens=gamma,
         num_prompts=len(decoded),
         replay_mean_accepted_length=mean,

@@ -7,7 +7,7 @@ from statistics import fmean
 from specdist.evaluation.page_heads import heads_section
 from specdist.evaluation.page_parts import bounds, bullets, figure, section, table
 from specdist.evaluation.pictures import draw_pictures
-from specdist.evaluation.summary import best_speed, gain_over_untrained, sentences
+from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, sentences
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
 
 _KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
@@ -169,8 +169,7 @@ def _tiles(report: EvalReport) -> str:
         spread = f" ({gain[1][0]:+.1%} to {gain[1][1]:+.1%})" if gain[1] else ""
         tiles.append((f"{gain[0]:+.1%}", f"τ against the untrained drafter{spread}"))
     if best is not None:
-        at = f"γ\u00a0=\u00a0{best.num_speculative_tokens}"
-        words = f"times the speed of the target alone at {at} ({bounds(best.speedup_interval)})"
+        words = f"times the speed of the target alone at {drafted(best)} ({bounds(best.speedup_interval)})"
         tiles.append((f"{best.speedup:.2f}", words))
     return (
         '<div class="tiles">'
@@ -238,7 +237,7 @@ def _speed_table(report: EvalReport) -> str:
     best = best_speed(report)
     rows = [
         [
-            str(p.num_speculative_tokens),
+            drafted(p),
             f"{p.tokens_per_second:.1f}",
             f"{p.speedup:.3f}",
             bounds(p.speedup_interval, 3),
@@ -248,7 +247,7 @@ def _speed_table(report: EvalReport) -> str:
         for p in speed.points
     ]
     rows.insert(0, ["target alone", f"{speed.target_tokens_per_second:.1f}", "1", "-", "-", "1"])
-    head = ["γ", "tokens per second", "speed", "95 % interval", "predicted speed", "τ in this run"]
+    head = ["drafted", "tokens per second", "speed", "95 % interval", "predicted speed", "τ in this run"]
     facts = (
         f"{speed.hardware} · {speed.device}, {speed.num_threads} threads, {speed.dtype} · batch size "
         f"{speed.batch_size} · {speed.num_prompts} prompts, {speed.repeats} repeats, interleaved with the "

@@ -169,9 +169,10 @@ def _by_draft_length(report: EvalReport) -> Picture | None:
 
 
 def _by_speed(report: EvalReport) -> Picture | None:
-    if report.speed is None or not report.speed.points:
+    chains = [p for p in report.speed.points if p.num_tree_nodes is None] if report.speed else []
+    if not chains:
         return None
-    points = sorted(report.speed.points, key=lambda p: p.num_speculative_tokens)
+    points = sorted(chains, key=lambda p: p.num_speculative_tokens)
     lengths, speedups = [p.num_speculative_tokens for p in points], [p.speedup for p in points]
 
     def draw(axes: Any) -> None:

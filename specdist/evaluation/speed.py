@@ -31,6 +31,14 @@ class _Timing:
     verify_seconds: float
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way to draft that is timed: how many tokens a block has, or levels of the drafter's tree."""
+
+    drafter: Drafter
+    length: int
+
+
 def _timing(result: DecodeResult) -> _Timing:
     return _Timing(
         len(result.completion_ids),
@@ -58,23 +66,30 @@ def _total(timings: Sequence[_Timing], field: str) -> float:
     return float(sum(getattr(timing, field) for timing in timings))
 
 
-def _point(gamma: int, fast: list[_Timing], plain: list[_Timing], step_seconds: float) -> SpeedPoint:
+def _point(way: _Way, fast: list[_Timing], plain: list[_Timing], step_seconds: float) -> SpeedPoint:
     # Speed is tokens per second on both sides: in half precision the two texts may part at a tie and end elsewhere.
     rates = [[t.tokens, t.seconds, p.tokens, p.seconds] for t, p in zip(fast, plain, strict=True)]
     tau = metrics.mean_accepted_length(_total(fast, "accepted_tokens"), _total(fast, "steps"))
     return SpeedPoint(
-        num_speculative_tokens=gamma,
+        num_speculative_tokens=way.length,
         tokens_per_second=_total(fast, "tokens") / _total(fast, "seconds"),
         speedup=_total(fast, "tokens") / _total(fast, "seconds") * _total(plain, "seconds") / _total(plain, "tokens"),
         speedup_interval=metrics.interval(metrics.bootstrap_rate_ratios(rates)),
         mean_accepted_length=tau,
         predicted_speedup=metrics.predicted_speedup(
             tau,
-            gamma,
+            way.length,
             _total(fast, "draft_seconds") / max(1.0, _total(fast, "draft_tokens")) / step_seconds,
             _total(fast, "verify_seconds") / _total(fast, "steps") / step_seconds,
         ),
+        num_tree_nodes=way.drafter.tree.num_nodes if way.drafter.tree else None,
     )
+
+
+def _ways(drafter: Drafter, lengths: Sequence[int], trees: Sequence[Drafter]) -> list[_Way]:
+    longest = drafter.max_draft_tokens
+    chains = [_Way(drafter, n) for n in lengths if longest is None or n <= longest]
+    return chains + [_Way(tree, tree.tree.depth) for tree in trees if tree.tree]
 
 
 def measure_speed(
@@ -86,27 +101,31 @@ def measure_speed(
     *,
     lengths: Sequence[int],
     repeats: int,
+    trees: Sequence[Drafter] = (),
 ) -> Speed:
-    """Time every prompt `repeats` times: target alone, then each draft length, in turn. One warm-up is not counted."""
-    reachable = [n for n in lengths if drafter.max_draft_tokens is None or n <= drafter.max_draft_tokens]
+    """Time every prompt `repeats` times: target alone, each draft length, each drafter with a tree at its full depth.
+
+    They take turns. One warm-up is not counted. `draft_cost_ratio` is that of the chains.
+    """
+    ways = _ways(drafter, lengths, trees)
     plain: list[_Timing] = []
-    fast: dict[int, list[_Timing]] = {n: [] for n in reachable}
+    fast: list[list[_Timing]] = [[] for _ in ways]
     order = [row for _ in range(repeats) for row in rows]
 
-    def run(row: DistillRow, gamma: int) -> _Timing:
-        own = drafter if gamma else None
+    def run(row: DistillRow, way: _Way | None) -> _Timing:
+        own, length = (way.drafter, way.length) if way else (None, 0)
         return _timing(
-            decode(model, row.prompt_ids, sampling, eos_token_ids, drafter=own, num_speculative_tokens=gamma)
+            decode(model, row.prompt_ids, sampling, eos_token_ids, drafter=own, num_speculative_tokens=length)
         )
 
-    for gamma in (0, *reachable):
-        run(rows[0], gamma)
+    for way in (None, *ways):
+        run(rows[0], way)
     for row in track(order, len(order), "timing", logger):
-        plain.append(run(row, 0))
-        for gamma in reachable:
-            fast[gamma].append(run(row, gamma))
+        plain.append(run(row, None))
+        for way, timings in zip(ways, fast, strict=True):
+            timings.append(run(row, way))
     step_seconds = _total(plain, "verify_seconds") / _total(plain, "steps")
-    drafted = [timing for timings in fast.values() for timing in timings]
+    chains = [t for way, timings in zip(ways, fast, strict=True) if way.drafter.tree is None for t in timings]
     return Speed(
         hardware=hardware_name(model.device),
         device=model.device.type,
@@ -116,6 +135,6 @@ def measure_speed(
         num_prompts=len(rows),
         repeats=repeats,
         target_tokens_per_second=_total(plain, "tokens") / _total(plain, "seconds"),
-        draft_cost_ratio=_total(drafted, "draft_seconds") / _total(drafted, "draft_tokens") / step_seconds,
-        points=[_point(gamma, fast[gamma], plain, step_seconds) for gamma in reachable],
+        draft_cost_ratio=_total(chains, "draft_seconds") / _total(chains, "draft_tokens") / step_seconds,
+        points=[_point(way, timings, plain, step_seconds) for way, timings in zip(ways, fast, strict=True)],
     )

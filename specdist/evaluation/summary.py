@@ -12,6 +12,11 @@ def best_speed(report: EvalReport) -> SpeedPoint | None:
     return max(points, key=lambda point: point.speedup, default=None)
 
 
+def drafted(point: SpeedPoint) -> str:
+    """What a step drafts: "γ=4", "tree of 16 nodes"."""
+    return f"tree of {point.num_tree_nodes} nodes" if point.num_tree_nodes else f"γ={point.num_speculative_tokens}"
+
+
 def gain_over_untrained(report: EvalReport) -> tuple[float, list[float] | None] | None:
     """τ(drafter) / τ(untrained) − 1 and its 95 % interval, which needs the same prompts on both sides."""
     primary = report.primary
@@ -71,7 +76,7 @@ def _speed_words(speed: Speed | None, best: SpeedPoint | None) -> str:
         f"{best.tokens_per_second:.1f} against {speed.target_tokens_per_second:.1f} tokens per second, "
         f"95 % interval {low:.2f} to {high:.2f} times"
     )
-    at = f"at draft length {best.num_speculative_tokens}"
+    at = f"with a {drafted(best)}" if best.num_tree_nodes else f"at draft length {best.num_speculative_tokens}"
     if len(speed.points) > 1:
         at += f", the best of {len(speed.points)} measured"
     if low > 1:
@@ -122,7 +127,7 @@ def _row(name: str, report: EvalReport, decision: GateDecision | None) -> list[s
         length = f"{primary.summary.mean_accepted_length:.2f} ({low:.2f}-{high:.2f})"
     speed = alone = "not measured"
     if report.speed is not None and best is not None:
-        speed = f"{best.tokens_per_second:.1f} tok/s, {best.speedup:.2f}x at γ={best.num_speculative_tokens}"
+        speed = f"{best.tokens_per_second:.1f} tok/s, {best.speedup:.2f}x at {drafted(best)}"
         alone = f"{report.speed.target_tokens_per_second:.1f} tok/s"
     return [
         name,
