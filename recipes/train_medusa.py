@@ -11,19 +11,27 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from specdist.config import RecipeConfig
 from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_drafter import HeadsDrafter
-from specdist.drafters.heads_file import heads_file, load_heads
-from specdist.evaluation.acceptance import EvalSet, HeadsScorer
+from specdist.drafters.heads_file import draft_tree, heads_file, load_heads
+from specdist.evaluation.acceptance import EvalSet, HeadsScorer, TreeScorer
 from specdist.evaluation.heads_report import heads_report
-from specdist.export.medusa import export_medusa
+from specdist.export.medusa import as_exported, export_medusa
 from specdist.schema_heads import HeadsReport
 from specdist.stages.arguments import parse
-from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
+from specdist.stages.assess import (
+    Loader,
+    ServedTree,
+    assess_export,
+    best_checkpoint,
+    checkpoint_metrics,
+    measured_heads,
+    primary_acceptance,
+)
 from specdist.stages.data import evaluation_data, training_data
 from specdist.stages.distillation import heads_lesson
 from specdist.stages.release import release
@@ -32,6 +40,7 @@ from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
 from specdist.training.heads import heads_trainer
+from specdist.tree import DraftTree
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/medusa.yaml"
 
@@ -55,17 +64,27 @@ def read_heads(path: Path, run: Run) -> DraftHeads:
 
 
 def heads_loader(run: Run, eval_ends: Callable[[], TargetEnds]) -> Loader:
-    """How heads are read from disk, and what is reported on them alone, at the dtype that serves."""
+    """How heads are read from disk, and the tree that lies with their export."""
 
-    def report(path: Path, texts: EvalSet) -> HeadsReport:
-        model = run.target_model(run.config.target.target_dtype)
-        return heads_report(HeadsScorer(HeadsOnTarget(read_heads(path, run), TargetEnds.of(model))), texts, model)
+    def scorer(path: Path) -> HeadsScorer:
+        return HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_ends()))
 
-    return Loader(
-        heads=report,
-        scorer=lambda path: HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_ends())),
-        drafter=lambda path, target: HeadsDrafter(HeadsOnTarget(read_heads(path, run), TargetEnds.of(target))),
-    )
+    def drafter(path: Path, target: PreTrainedModel, tree: DraftTree | None = None) -> HeadsDrafter:
+        return HeadsDrafter(HeadsOnTarget(read_heads(path, run), TargetEnds.of(target)), tree)
+
+    def served_tree(export: Path, target: PreTrainedModel) -> ServedTree | None:
+        tree = draft_tree(export, run.config.model.medusa_num_heads)
+        return None if tree is None else ServedTree(TreeScorer(scorer(export), tree), drafter(export, target, tree))
+
+    return Loader(scorer, drafter, served_tree)
+
+
+def report_heads(run: Run, heads: DraftHeads, texts: EvalSet) -> HeadsReport:
+    """What is said of heads alone, as they will be exported, at the dtype that serves."""
+    model = run.target_model(run.config.target.target_dtype)
+    ends = TargetEnds.of(model)
+    served = as_exported(heads, ends.projection.weight, model.dtype)
+    return heads_report(HeadsScorer(HeadsOnTarget(served, ends)), texts, model)
 
 
 def main() -> int:
@@ -113,6 +132,9 @@ def main() -> int:
         checkpoint_metrics(run, loader, eval_sets),
     )
     best, points = best_checkpoint(run)
+    step = checkpoint_step(best)
+    heads = measured_heads(run, step, lambda: report_heads(run, read_heads(best, run), eval_sets[0]))
+    tree = heads.draft_tree
 
     if run.is_main and not run.export.exists():
         export_medusa(
@@ -121,11 +143,12 @@ def main() -> int:
             run.target,
             run.export,
             dtype=dtype_of(config.target.target_dtype),
-            num_speculative_tokens=evaluation.num_speculative_tokens,
-            checkpoint_step=checkpoint_step(best),
+            num_speculative_tokens=heads.chain_length,
+            checkpoint_step=step,
+            draft_tree=DraftTree.of(tree.paths, arguments.medusa_num_heads) if tree else None,
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, data.manifest))
+    return release(run, assess_export(run, loader, eval_sets, points, data.manifest, heads))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
                             cross-entropy per head with labels shifted by 2 + i; the sum of decay^i times its mean
     liger                   the same with Liger's fused linear cross-entropy per head; on CUDA alone
     own, low_rank, shared   ours, by the head's projection: HeadsTrainer's whole steps with its batches of like lengths
-    shared, cached states   ours, with the target's states read from disk; making them, once, is not timed
+    …, cached states        ours, with the target's states read from disk; making them, once, is not timed
+    target's pass alone     what of ours is the target's, without any heads: no form whose target runs can be faster
 
 All learn the same documents: random tokens with the lengths of rendered dialogues. Each way has the number of documents
 per batch that suits it, since what counts is time per supervised token (of the answers, counted alike for all); target
@@ -52,8 +53,9 @@ from specdist.training.batches import padded
 from specdist.training.heads import HeadsCollator, HeadsTrainer, heads_trainer
 from specdist.training.target_output import TargetOutput
 
-PLAIN, LIGER, CACHED = "plain", "liger", "shared, cached states"
-OURS = {OWN: OWN, LOW_RANK: LOW_RANK, SHARED: SHARED, CACHED: SHARED}  # the projection of each way
+PLAIN, LIGER, OWN_CACHED, CACHED = "plain", "liger", "own, cached states", "shared, cached states"
+TARGET_ALONE = "target's pass alone"
+OURS = {OWN: OWN, LOW_RANK: LOW_RANK, SHARED: SHARED, OWN_CACHED: OWN, CACHED: SHARED}  # the projection of each way
 DEFAULTS = HeadsArguments()
 DECAY, RANK = DEFAULTS.head_loss_decay, DEFAULTS.head_projection_rank
 LEARNING_RATE = 1e-3
@@ -199,7 +201,7 @@ def make_trainer(
     model, examples = load_model(args, target), Dataset.from_list(rows)
     projection, states = output_projection(model, target.config), None
     vocab_size, hidden_size = projection.weight.shape
-    if way == CACHED:
+    if way in (OWN_CACHED, CACHED):
         states = target_states(args.directory / "states", examples, lambda: model, hidden_size=hidden_size)
     form = OURS[way]
     heads = DraftHeads(HeadsShape(num_heads, 1, hidden_size, vocab_size, MEDUSA, form, RANK if form == LOW_RANK else 0))
@@ -240,12 +242,24 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 def train(way: str, num_heads: int, args: argparse.Namespace, meter: TrainerCallback) -> None:
     """Train fresh heads in one way: a step that warms up, then one pass over all documents."""
     target = open_target(args.target)
-    if way not in OURS:
+    if way in (PLAIN, LIGER):
         return train_plainly(way, num_heads, args, target, meter)
     rows = documents(args, target)
-    trainer = make_trainer(way, num_heads, args, target, rows[: args.batch_rows] + rows)
+    trainer = make_trainer(
+        SHARED if way == TARGET_ALONE else way, num_heads, args, target, rows[: args.batch_rows] + rows
+    )
+    if way == TARGET_ALONE:
+        return run_target(trainer, meter)
     trainer.add_callback(meter)
     trainer.train()
+
+
+def run_target(trainer: HeadsTrainer, meter: TrainerCallback) -> None:
+    """The target's part of the trainer's steps."""
+    for batch in trainer.get_train_dataloader():
+        meter.on_step_begin(None, None, None)
+        trainer.target.states(batch, batch["positions"])
+        meter.on_step_end(None, None, None)
 
 
 class Way:
@@ -348,7 +362,7 @@ def run(args: argparse.Namespace) -> bool:
     """Check that plain and own are the same step, then measure at each number of heads."""
     if not all([check(num_heads, args) for num_heads in args.heads]):
         return False
-    ways = [PLAIN, *OURS]
+    ways = [PLAIN, *OURS, TARGET_ALONE]
     if device() == "cuda" and find_spec("liger_kernel"):
         ways.insert(1, LIGER)
     elif device() == "cuda":

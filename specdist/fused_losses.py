@@ -4,8 +4,8 @@ Shapes: H heads (one for a draft model), N supervised positions, C positions of 
 low-rank difference, V vocabulary, E events. The eager form is losses.position_losses.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from specdist.losses import Objective, Projection, TargetDistributions, position
 
 CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
 TILE = 1 << 19  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
-_BLOCK = 4096  # tokens whose rows of a weight's gradient are added to at a time
+_BLOCK = 4096  # tokens whose rows of a weight are cast, or of its gradient added to, at a time
 
 
 def _tiles(rows: int, vocab_size: int, device: torch.device) -> list[slice]:
@@ -85,30 +85,47 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass
 class _Matrices:
-    """A head's weight [V, D] and update [V, R] in the dtype of products, and the sums of the parameters' gradients."""
+    """A head's weight [V, D] and update [V, R], and the sums of the parameters' gradients.
+
+    In the dtype of products, or as the parameters are; then blocks of tokens are cast as they are used.
+    """
 
     weight: Tensor
     update: Tensor | None
-    gradients: list[Tensor | None] = field(default_factory=list)  # of weight, bias and update, fp32
+    gradients: list[Tensor | None]  # of weight, bias and update, fp32
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Tokens, and their rows of weight and update in `dtype`: all at once where they have it."""
+        size = len(self.weight) if self.weight.dtype == dtype else _BLOCK
+        for start in range(0, len(self.weight), size):
+            block = slice(start, start + size)
+            yield block, self.weight[block].to(dtype), None if self.update is None else self.update[block].to(dtype)
 
     def product(self, states: Tensor, out: Tensor) -> Tensor:
         """[C, D + R] → [C, V], in `out`."""
-        torch.mm(states[:, : self.weight.shape[1]], self.weight.T, out=out)
-        return out if self.update is None else out.addmm_(states[:, self.weight.shape[1] :], self.update.T)
+        columns = self.weight.shape[1]
+        for block, weight, update in self._blocks(states.dtype):
+            torch.mm(states[:, :columns], weight.T, out=out[:, block])
+            if update is not None:
+                out[:, block].addmm_(states[:, columns:], update.T)
+        return out
 
     def backward(self, product: Tensor, states: Tensor, out: Tensor) -> None:
         """From the gradient by the product [C, V]: that by the states [C, D + R] into `out`; add the parameters'."""
         columns = self.weight.shape[1]
-        out[:, :columns] = product @ self.weight
-        if self.update is not None:
-            out[:, columns:] = product @ self.update
-        weight, bias, update = self.gradients
-        if weight is not None:
-            _add_product(weight, product, states[:, :columns])
-        if bias is not None:
-            bias += product.sum(dim=0, dtype=torch.float32)
-        if update is not None:
-            _add_product(update, product, states[:, columns:])
+        by_states = torch.zeros_like(out, dtype=torch.float32)
+        for block, weight, update in self._blocks(states.dtype):
+            by_states[:, :columns] += product[:, block] @ weight
+            if update is not None:
+                by_states[:, columns:] += product[:, block] @ update
+        out.copy_(by_states)
+        weight_sum, bias_sum, update_sum = self.gradients
+        if weight_sum is not None:
+            _add_product(weight_sum, product, states[:, :columns])
+        if bias_sum is not None:
+            bias_sum += product.sum(dim=0, dtype=torch.float32)
+        if update_sum is not None:
+            _add_product(update_sum, product, states[:, columns:])
 
 
 class _FusedObjective(torch.autograd.Function):
@@ -125,7 +142,9 @@ class _FusedObjective(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden[0].dtype
         states = [h.to(dtype) for h in hidden]  # [N, D + R] each
-        cast = {id(t): t.to(dtype) for t in parameters if t is not None}  # one copy of what heads share
+        # Heads share one copy of a shared weight; copies of all heads' own would take their memory once more
+        once = len({id(weight) for weight in parameters[::3]}) == 1
+        cast = {id(t): t.to(dtype) if once else t for t in parameters if t is not None}
         needed = ctx.needs_input_grad[1 + heads :]
         matrices = []
         for i in range(heads):

@@ -203,7 +203,7 @@ class CheckpointPoint(Record):
 
 @dataclass(frozen=True)
 class Certification(Record):
-    """Replay against the real decoder on the same prompts, at one setting and draft length.
+    """Replay against the real decoder on the same prompts, at one setting and draft length, or a tree's depth.
 
     Greedy: `passed` iff every verify step of every prompt accepted the same count. Sampled: `passed` iff the decoder's
     mean accepted length lies in `replay_interval`, which is that of the difference-free null: the 99 % interval of
@@ -218,6 +218,7 @@ class Certification(Record):
     replay_interval: list[float]
     mismatched_prompts: list[str]
     passed: bool
+    num_tree_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,15 @@ class Fidelity(Record):
     num_prompts: int
     num_identical: int
     divergences: list[Divergence]
+
+    def __add__(self, other: "Fidelity") -> "Fidelity":
+        """Of both sets of outputs together."""
+        return Fidelity(
+            self.dtype,
+            self.num_prompts + other.num_prompts,
+            self.num_identical + other.num_identical,
+            self.divergences + other.divergences,
+        )
 
     @property
     def passed(self) -> bool:

@@ -86,6 +86,17 @@ class HeadsReport(Record):
     recommended: list[ShapeSpeed]
     chain_length: int
 
+    @property
+    def draft_tree(self) -> DraftShape | None:
+        """The tree that is saved with the heads: that with the highest predicted speed at the smallest batch size.
+
+        None where the target verifies no trees.
+        """
+        smallest = min(speed.batch_size for speed in self.speeds)
+        trees = [speed for speed in self.speeds if speed.kind == "tree" and speed.batch_size == smallest]
+        best = max(trees, key=lambda speed: speed.predicted_speedup, default=None)
+        return None if best is None else self.shape("tree", best.num_nodes)
+
     def shape(self, kind: str, num_nodes: int) -> DraftShape:
         """The chain or tree of so many nodes. Raises KeyError where there is none."""
         return {(shape.kind, shape.num_nodes): shape for shape in self.shapes}[kind, num_nodes]

@@ -47,7 +47,9 @@ def main() -> None:
         HeadsCollator(Dataset.from_list(ROWS), 0),
         arguments,
         objective=MIXTURE,
-        target=TargetOutput(output_projection(target, target.config), target, target.get_input_embeddings()),
+        target=TargetOutput(
+            output_projection(target, target.config), target, target.get_input_embeddings(), sharded=sharded
+        ),
         decay=0.8,
     )
     trainer.train()

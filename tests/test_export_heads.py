@@ -10,9 +10,9 @@ from heads_factory import FORMS, HIDDEN, VOCAB, export_heads, logits_of, make_he
 from safetensors.torch import load_file, save_file
 
 from specdist.drafter_config import HYDRA, LOW_RANK, OWN, SHARED
-from specdist.drafters.heads_file import HEADS_FILE, load_heads
+from specdist.drafters.heads_file import HEADS_FILE, draft_tree, load_heads
 from specdist.errors import ArtifactError, ConfigError
-from specdist.export.medusa import export_medusa
+from specdist.export.medusa import as_exported, export_medusa
 from specdist.export.record import EXPORT_FILE, read_record
 from specdist.target import Target, open_target
 from specdist.tree import DraftTree
@@ -23,6 +23,30 @@ SETTINGS = {"dtype": torch.float32, "checkpoint_step": 0}
 @pytest.fixture
 def target(tiny_target_dir: Path) -> Target:
     return open_target(str(tiny_target_dir))
+
+
+@pytest.mark.parametrize(("kind", "projection"), FORMS)
+def test_what_an_export_will_hold_is_known_before_it_is_written(
+    target: Target, tmp_path: Path, kind: str, projection: str
+) -> None:
+    heads = make_heads(kind=kind, projection=projection)
+    weight = target.load_model(torch.float32).get_output_embeddings().weight
+    ahead = as_exported(heads, weight, torch.bfloat16)
+    export_heads(target, tmp_path / "export", heads, torch.bfloat16)
+    written = load_heads(tmp_path / "export" / HEADS_FILE, VOCAB)
+    assert ahead.shape == written.shape
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(ahead.state_dict()[name], tensor)
+
+
+def test_the_tree_of_an_export_is_read_back(target: Target, tmp_path: Path) -> None:
+    tree = DraftTree.of([(0,), (1,), (0, 0)], 3)
+    export_heads(target, tmp_path / "with", tree=tree)
+    export_heads(target, tmp_path / "without")
+    assert draft_tree(tmp_path / "with", 3) == tree
+    assert draft_tree(tmp_path / "without", 3) is None
+    with pytest.raises(ConfigError, match="2 levels"):
+        draft_tree(tmp_path / "with", 1)
 
 
 def read(path: Path) -> dict:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdist.errors import ArtifactError
 from specdist.losses import IGNORED, FullTarget, Objective, position_losses
 from specdist.objective import CROSS_ENTROPY
 from specdist.target import output_projection
+from specdist.training import target_output
 from specdist.training.heads import HeadsCollator, HeadsTrainer, head_rows, heads_trainer
 from specdist.training.target_output import TargetOutput
 
@@ -93,6 +95,24 @@ def test_states_of_a_batch_are_those_of_each_document_alone(packed: bool) -> Non
     together = output.states(batch, batch["positions"])
     alone = [collated([r], False) for r in ROWS]
     torch.testing.assert_close(together, torch.cat([output.states(b, b["positions"]) for b in alone]))
+
+
+def test_a_cpu_takes_the_target_over_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass ends with the last state that is asked for; by mask or by places, the states are those of one pass."""
+    batch, output = collated(ROWS, False), TargetOutput(output_projection(TARGET, TARGET.config), TARGET)
+    places, (num_rows, length) = batch["positions"], batch["input_ids"].shape
+    whole = replace(output, sharded=True).states(batch, places)
+    mask = torch.zeros(num_rows * length, dtype=torch.bool).index_fill(0, places, True).view(num_rows, length)
+    seen: list[tuple[int, ...]] = []
+    forward = TARGET.base_model.forward
+    monkeypatch.setattr(
+        TARGET.base_model, "forward", lambda **inputs: seen.append(inputs["input_ids"].shape) or forward(**inputs)
+    )
+    monkeypatch.setattr(target_output, "CPU_PASS_TOKENS", 2 * length)
+    for supervised in (places, mask):
+        torch.testing.assert_close(output.states(batch, supervised), whole)
+    ends = [len(r["input_ids"]) - 1 for r in ROWS]  # the last token's own state predicts nothing
+    assert seen == 2 * [(len(pair), max(pair)) for pair in (ends[i : i + 2] for i in range(0, num_rows, 2))]
 
 
 def test_m13_no_label_of_any_head_crosses_into_another_row() -> None:

@@ -13,6 +13,7 @@ from report_factory import make_report
 from test_heads import TARGET, VOCAB, make_heads
 from test_report import Tags
 from test_tree_search import row
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from specdist.consistency import count_faults, non_finite_numbers
 from specdist.decoding.loop import decode
@@ -103,6 +104,30 @@ def test_accuracy_is_the_heads_share_of_right_candidates(eval_set: EvalSet, meas
                 right += int(ids[start + head] in logits[0].topk(5).indices.tolist())
                 places += 1
         assert (accuracy.num_tokens, accuracy.accuracy[2]) == (places, pytest.approx(right / places))
+
+
+def test_a_target_that_verifies_no_trees_gets_chains_alone(eval_set: EvalSet, caplog: pytest.LogCaptureFixture) -> None:
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=TARGET.config.hidden_size,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    report = heads_report(scorer(), eval_set, model, batch_sizes=(1,), tree_sizes=SIZES)
+    assert {shape.kind for shape in report.shapes} == {"chain"}
+    assert report.draft_tree is None
+    assert "sliding" in caplog.text.lower()
+
+
+def test_the_tree_that_is_saved_is_the_fastest_one_at_the_smallest_batch_size(measured: HeadsReport) -> None:
+    saved = measured.draft_tree
+    assert saved is not None
+    at_one = {s.num_nodes: s.predicted_speedup for s in measured.speeds if (s.kind, s.batch_size) == ("tree", 1)}
+    assert at_one[saved.num_nodes] == max(at_one.values())
 
 
 # --- Costs

@@ -132,6 +132,14 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert "training: finished before" in again.stderr
     assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
 
+    if kind == "medusa":
+        exported = [json.loads((link / name).read_text()) for name in ("export.json", "config.json")]
+        assert exported[0]["speculative_config"]["num_speculative_tokens"] == report["heads"]["chain_length"]
+        sizes = [point["num_tree_nodes"] for point in report["speed"]["points"]]
+        assert sizes == [None, None, len(exported[1]["medusa_choices"])], "chains, then the tree that is saved"
+        assert [c["num_tree_nodes"] for c in report["certifications"]] == [None, None, sizes[-1]]
+        assert all(c["passed"] for c in report["certifications"])
+
     if kind == "draft":
         shown = run([sys.executable, "-c", ADVISE, "--measured", str(tmp_path / "run")])
         assert shown.returncode == 0, shown.stderr

@@ -12,9 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdist import provenance
 from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, OWN, SHARED
 from specdist.drafters.heads import DraftHeads, HeadsShape
 from specdist.errors import ArtifactError
+from specdist.tree import DraftTree
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
@@ -24,6 +26,15 @@ def heads_file(directory: Path) -> Path:
     """The heads' weights in an export, or in a checkpoint of the trainer."""
     exported = directory / HEADS_FILE
     return exported if exported.exists() else directory / "model.safetensors"
+
+
+def draft_tree(directory: Path, num_heads: int) -> DraftTree | None:
+    """The tree that lies with exported heads (`medusa_choices` in config.json), if one does.
+
+    Raises ConfigError where so many heads cannot draft it.
+    """
+    paths = provenance.read_json(directory / "config.json").get("medusa_choices")
+    return None if paths is None else DraftTree.of(paths, num_heads)
 
 
 def heads_shape(tensors: dict[str, Tensor], vocab_size: int, where: Path | str) -> HeadsShape:

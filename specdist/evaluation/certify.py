@@ -88,6 +88,7 @@ def certify_greedy(
         replay_interval=[mean, mean],
         mismatched_prompts=mismatched,
         passed=not mismatched,
+        num_tree_nodes=drafter.tree.num_nodes if drafter.tree else None,
     )
     identical = len(eval_set.texts) - len(divergences)
     return certification, Fidelity(str(model.dtype).removeprefix("torch."), len(eval_set.texts), identical, divergences)

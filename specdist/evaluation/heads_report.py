@@ -20,6 +20,7 @@ from specdist.evaluation.verify_cost import VERIFIED_TOKENS, measure_costs, veri
 from specdist.progress import track
 from specdist.schema import PromptCounts
 from specdist.schema_heads import DraftShape, HeadAccuracy, HeadsReport, ShapeSpeed, VerifyCost
+from specdist.target import check_tree_decoding, new_cache
 from specdist.tree import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,15 @@ def _measured_speeds(
     return costs, speeds
 
 
+def _verifies_trees(model: PreTrainedModel) -> bool:
+    try:
+        check_tree_decoding(model, new_cache(model))
+    except ConfigError as error:
+        logger.warning("chains alone are measured: %s", error)
+        return False
+    return True
+
+
 def _report(
     scorer: HeadsScorer,
     texts: RankedTexts,
@@ -140,7 +150,7 @@ def _report(
     batch_sizes: Sequence[int],
     tree_sizes: Sequence[int],
 ) -> HeadsReport:
-    shapes = draft_shapes(texts, tree_sizes)
+    shapes = draft_shapes(texts, tree_sizes if _verifies_trees(model) else ())
     costs, speeds = _measured_speeds(scorer, model, texts, shapes, batch_sizes)
     at_size = [[speed for speed in speeds if speed.batch_size == size] for size in batch_sizes]
     return HeadsReport(

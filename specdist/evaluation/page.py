@@ -261,7 +261,7 @@ def _trust_tables(report: EvalReport) -> str:
     rows = [
         [
             c.setting,
-            str(c.num_speculative_tokens),
+            drafted(c),
             str(c.num_prompts),
             f"{c.replay_mean_accepted_length:.4f}",
             f"{c.decoder_mean_accepted_length:.4f}",
@@ -270,7 +270,7 @@ def _trust_tables(report: EvalReport) -> str:
         ]
         for c in report.certifications
     ]
-    head = ["setting", "γ", "prompts", "τ by replay", "τ by the decoder", "allowed", "result"]
+    head = ["setting", "drafted", "prompts", "τ by replay", "τ by the decoder", "allowed", "result"]
     replay = (
         table("Replay against the real decoder", head, rows, text=(0, 6)) if rows else "<p>Replay was not checked.</p>"
     )

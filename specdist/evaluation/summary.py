@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specdist.metrics import bootstrap_length_ratios, interval
-from specdist.schema import AcceptanceResult, EvalReport, Fidelity, GateDecision, Speed, SpeedPoint
+from specdist.schema import AcceptanceResult, Certification, EvalReport, Fidelity, GateDecision, Speed, SpeedPoint
 
 
 def best_speed(report: EvalReport) -> SpeedPoint | None:
@@ -12,7 +12,7 @@ def best_speed(report: EvalReport) -> SpeedPoint | None:
     return max(points, key=lambda point: point.speedup, default=None)
 
 
-def drafted(point: SpeedPoint) -> str:
+def drafted(point: SpeedPoint | Certification) -> str:
     """What a step drafts: "γ=4", "tree of 16 nodes"."""
     return f"tree of {point.num_tree_nodes} nodes" if point.num_tree_nodes else f"γ={point.num_speculative_tokens}"
 

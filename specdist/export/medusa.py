@@ -16,7 +16,7 @@ from torch import Tensor
 from specdist import provenance
 from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, SHARED
 from specdist.drafters.heads import DraftHeads, HeadsShape
-from specdist.drafters.heads_file import HEADS_FILE
+from specdist.drafters.heads_file import HEADS_FILE, heads_of
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export.engines import VLLM, check_readable
 from specdist.export.record import ExportRecord, check_read_back, write_record
@@ -93,6 +93,11 @@ def _tensors(heads: DraftHeads, weight: Tensor, dtype: torch.dtype) -> dict[str,
         name: tensor.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+
+
+def as_exported(heads: DraftHeads, output_projection: Tensor, dtype: torch.dtype) -> DraftHeads:
+    """The heads that an export of `heads` in `dtype` holds, in fp32: rounded, a low-rank difference merged."""
+    return heads_of(_tensors(heads, output_projection, dtype), heads.shape.vocab_size, "the heads to export")
 
 
 def _check(shape: HeadsShape, output_projection: Tensor, target: Target, num_speculative_tokens: int) -> None:

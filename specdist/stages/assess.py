@@ -14,6 +14,7 @@ from specdist.evaluation.acceptance import MAX_SPECULATIVE_TOKENS, EvalSet, Scor
 from specdist.evaluation.certify import certify_greedy, certify_sampled
 from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed
+from specdist.evaluation.summary import drafted
 from specdist.export.record import read_record
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.schema_heads import HeadsReport
@@ -26,15 +27,23 @@ PRIMARY_SETTING = "greedy"
 
 
 @dataclass(frozen=True)
+class ServedTree:
+    """The draft tree that lies with exported heads, in use: for replay, and for decoding."""
+
+    scorer: Scorer
+    drafter: Drafter
+
+
+@dataclass(frozen=True)
 class Loader:
     """How one kind of drafter is read from disk, from a checkpoint or an export: for replay, and for decoding.
 
-    `heads`: what is reported on draft heads alone, from the greedy evaluation texts; None for other drafters.
+    `tree`: the tree that lies with an export; None where none does.
     """
 
     scorer: Callable[[Path], Scorer]
     drafter: Callable[[Path, PreTrainedModel], Drafter]
-    heads: Callable[[Path, EvalSet], HeadsReport] | None = None
+    tree: Callable[[Path, PreTrainedModel], ServedTree | None] = lambda path, target: None
 
 
 def _evaluation_file(run: Run, step: int) -> Path:
@@ -128,6 +137,17 @@ def best_checkpoint(run: Run) -> tuple[Path, list[CheckpointPoint]]:
     return best, points
 
 
+def measured_heads(run: Run, step: int, measure: Callable[[], HeadsReport]) -> HeadsReport:
+    """What is said of the heads of one checkpoint alone; measured once, by all processes, then read."""
+    path = run.directory / "evaluations" / f"heads-{step}.json"
+    if not path.exists():
+        report = measure()
+        if run.is_main:
+            provenance.write_json(path, report.to_json())
+        run.state.wait_for_everyone()
+    return HeadsReport.from_json(provenance.read_json(path), str(path))
+
+
 def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport) -> EvalReport:
     settings = run.config.evaluation
     model = run.target_model(run.config.target.eval_dtype)
@@ -136,14 +156,19 @@ def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet
     sizes = (settings.certify_prompts, settings.certify_sampled_prompts)
     subsets = [s.truncated(n, settings.certify_max_new_tokens) for s, n in zip(eval_sets, sizes, strict=True)]
     greedy, fidelity = certify_greedy(model, drafter, scorer, subsets[0], gamma, eos)
-    sampled = certify_sampled(model, drafter, scorer, subsets[1], gamma, eos)
+    certifications = [greedy, certify_sampled(model, drafter, scorer, subsets[1], gamma, eos)]
+    if tree := loader.tree(run.export, model):
+        levels = tree.scorer.max_speculative_tokens
+        certification, fidelity_of_tree = certify_greedy(model, tree.drafter, tree.scorer, subsets[0], levels, eos)
+        certifications.append(certification)
+        fidelity += fidelity_of_tree
     invalid = [
-        f"replay and the real decoder disagree at {c.setting}: {c.replay_mean_accepted_length:.3f} and "
+        f"replay and the real decoder disagree at {c.setting}, {drafted(c)}: {c.replay_mean_accepted_length:.3f} and "
         f"{c.decoder_mean_accepted_length:.3f}"
-        for c in (greedy, sampled)
+        for c in certifications
         if not c.passed
     ]
-    return replace(report, certifications=[greedy, sampled], fidelity=fidelity, invalid_reasons=invalid)
+    return replace(report, certifications=certifications, fidelity=fidelity, invalid_reasons=invalid)
 
 
 def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> EvalReport:
@@ -152,6 +177,7 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
         return report
     model = run.target_model(run.config.target.target_dtype)
     subset = eval_set.truncated(settings.speed_prompts, eval_set.sampling.max_new_tokens)
+    tree = loader.tree(run.export, model)
     speed = measure_speed(
         model,
         loader.drafter(run.export, model),
@@ -160,6 +186,7 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
         run.target.identity.eos_token_ids,
         lengths=settings.speed_lengths,
         repeats=settings.speed_repeats,
+        trees=[tree.drafter] if tree else [],
     )
     return replace(report, speed=speed)
 
@@ -170,8 +197,12 @@ def assess_export(
     eval_sets: list[EvalSet],
     points: list[CheckpointPoint],
     training_data: DatasetManifest,
+    heads: HeadsReport | None = None,
 ) -> EvalReport:
-    """Measure the export as it lies on disk, and write `report.json` and `report.html`; measured once, then read."""
+    """Measure the export as it lies on disk, and write `report.json` and `report.html`; measured once, then read.
+
+    `heads`: what was measured of draft heads alone (`measured_heads`), which goes into the report.
+    """
     record = read_record(run.export)
     if (run.directory / "report.json").exists():
         report = read_report(run.directory)
@@ -180,7 +211,6 @@ def assess_export(
     scorer = loader.scorer(run.export)
     lengths = range(1, MAX_SPECULATIVE_TOKENS + 1)
     acceptance = [r for s in eval_sets for r in evaluate(scorer, s, lengths, f"acceptance, {s.sampling.temperature:g}")]
-    heads = loader.heads(run.export, eval_sets[0]) if loader.heads else None
     if run.is_main:
         report = EvalReport(
             drafter_kind=record.drafter_kind,

@@ -99,6 +99,7 @@ def heads_lesson(run: Run, data: TrainingData, *, max_length: int, packed: bool)
         output_projection(model, run.target.config),
         model if states is None else None,
         model.get_input_embeddings(),
+        sharded=run.config.model.shard_target,
     )
     return HeadsLesson(
         _objective(run), HeadsCollator(data.examples, _pad_token_id(run), packed=packed, states=states), target

@@ -12,15 +12,18 @@ from transformers import PreTrainedModel
 from specdist.errors import ConfigError
 from specdist.losses import Projection
 
+CPU_PASS_TOKENS = 1024  # of one pass of the target on a CPU: enough for its speed, and caches hold most of it
+
 
 @dataclass(frozen=True)
 class TargetOutput:
     """The target's output projection, its token embeddings where heads see them, and the target itself where its states
-    are not stored. It is frozen, and no part of what is trained."""
+    are not stored. It is frozen, and no part of what is trained. `sharded`: processes call it equally often."""
 
     projection: Projection
     model: PreTrainedModel | None = None
     embed: nn.Module | None = None
+    sharded: bool = False
 
     @torch.no_grad()
     def states(self, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
@@ -34,7 +37,23 @@ class TargetOutput:
         if self.model is None:
             raise ConfigError("the batch holds no states of the target, and the target is not loaded")
         inputs = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
+        num_rows, length = inputs["input_ids"].shape
+        places = supervised.flatten().nonzero()[:, 0] if supervised.dtype == torch.bool else supervised
+        if places.device.type != "cpu" or self.sharded:
+            return self._pass(inputs, places)
+        states = []
+        size = max(1, CPU_PASS_TOKENS // length)
+        for start in range(0, num_rows, size):
+            inside = places[(places >= start * length) & (places < (start + size) * length)] - start * length
+            if len(inside):
+                needed = int((inside % length).max()) + 1  # what follows is seen by no state that is asked for
+                part = {key: value[start : start + size, :needed] for key, value in inputs.items()}
+                states.append(self._pass(part, inside // length * needed + inside % length))
+        return torch.cat(states) if states else self._pass(inputs, places)
+
+    def _pass(self, inputs: dict[str, Tensor], places: Tensor) -> Tensor:
+        assert self.model is not None
         # In its own dtype: autocast, which is for what is trained, would cast at each of its layers
-        with torch.autocast(supervised.device.type, enabled=False):
+        with torch.autocast(places.device.type, enabled=False):
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
-        return hidden.flatten(0, 1)[supervised.flatten()]
+        return hidden.flatten(0, 1)[places]
