@@ -6,36 +6,23 @@ Without arguments it makes the demo's heads. A finished stage is skipped, an int
 Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
 """
 
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from specdist.config import RecipeConfig
 from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
-from specdist.drafters.heads_drafter import HeadsDrafter
-from specdist.drafters.heads_file import draft_tree, heads_file, load_heads
-from specdist.evaluation.acceptance import EvalSet, HeadsScorer, TreeScorer
-from specdist.evaluation.heads_report import heads_report
-from specdist.export.medusa import as_exported, export_medusa
-from specdist.schema_heads import HeadsReport
+from specdist.evaluation.acceptance import HeadsScorer
+from specdist.export.medusa import export_medusa
 from specdist.stages.arguments import parse
-from specdist.stages.assess import (
-    Loader,
-    ServedTree,
-    assess_export,
-    best_checkpoint,
-    checkpoint_metrics,
-    measured_heads,
-    primary_acceptance,
-)
+from specdist.stages.assess import assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
 from specdist.stages.data import evaluation_data, training_data
 from specdist.stages.distillation import heads_lesson
+from specdist.stages.heads import heads_loader, measured_heads, read_heads
 from specdist.stages.release import release
-from specdist.stages.run import Run, dtype_of, run_recipe, start
+from specdist.stages.run import dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
@@ -58,41 +45,12 @@ def heads_shape(arguments: HeadsArguments, target: Target) -> HeadsShape:
     )
 
 
-def read_heads(path: Path, run: Run) -> DraftHeads:
-    """Heads of one of the run's checkpoints, or of its export."""
-    return load_heads(heads_file(path), run.target.identity.vocab_size)
-
-
-def heads_loader(run: Run, eval_ends: Callable[[], TargetEnds]) -> Loader:
-    """How heads are read from disk, and the tree that lies with their export."""
-
-    def scorer(path: Path) -> HeadsScorer:
-        return HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_ends()))
-
-    def drafter(path: Path, target: PreTrainedModel, tree: DraftTree | None = None) -> HeadsDrafter:
-        return HeadsDrafter(HeadsOnTarget(read_heads(path, run), TargetEnds.of(target)), tree)
-
-    def served_tree(export: Path, target: PreTrainedModel) -> ServedTree | None:
-        tree = draft_tree(export, run.config.model.medusa_num_heads)
-        return None if tree is None else ServedTree(TreeScorer(scorer(export), tree), drafter(export, target, tree))
-
-    return Loader(scorer, drafter, served_tree)
-
-
-def report_heads(run: Run, heads: DraftHeads, texts: EvalSet) -> HeadsReport:
-    """What is said of heads alone, as they will be exported, at the dtype that serves."""
-    model = run.target_model(run.config.target.target_dtype)
-    ends = TargetEnds.of(model)
-    served = as_exported(heads, ends.projection.weight, model.dtype)
-    return heads_report(HeadsScorer(HeadsOnTarget(served, ends)), texts, model)
-
-
 def main() -> int:
     config: RecipeConfig = parse(HeadsArguments, TrainingArguments, default_config=DEMO_CONFIG)
-    arguments, evaluation = config.model, config.evaluation
+    arguments = config.model
 
     def check(target: Target) -> int:
-        check_heads(arguments, evaluation, config.objective)
+        check_heads(arguments, config.evaluation, config.objective)
         with torch.device("meta"):
             return 4 * sum(p.numel() for p in DraftHeads(heads_shape(arguments, target)).parameters())
 
@@ -108,7 +66,6 @@ def main() -> int:
         return heads
 
     loader = heads_loader(run, eval_ends)
-
     max_length = config.data.max_prompt_tokens + config.data.train_max_new_tokens
     data = training_data(run, max_length=max_length)
     eval_sets = evaluation_data(run, need_states=True)
@@ -132,8 +89,7 @@ def main() -> int:
         checkpoint_metrics(run, loader, eval_sets),
     )
     best, points = best_checkpoint(run)
-    step = checkpoint_step(best)
-    heads = measured_heads(run, step, lambda: report_heads(run, read_heads(best, run), eval_sets[0]))
+    heads = measured_heads(run, best, eval_sets[0])
     tree = heads.draft_tree
 
     if run.is_main and not run.export.exists():
@@ -144,7 +100,7 @@ def main() -> int:
             run.export,
             dtype=dtype_of(config.target.target_dtype),
             num_speculative_tokens=heads.chain_length,
-            checkpoint_step=step,
+            checkpoint_step=checkpoint_step(best),
             draft_tree=DraftTree.of(tree.paths, arguments.medusa_num_heads) if tree else None,
         )
     run.state.wait_for_everyone()

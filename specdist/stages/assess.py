@@ -137,17 +137,6 @@ def best_checkpoint(run: Run) -> tuple[Path, list[CheckpointPoint]]:
     return best, points
 
 
-def measured_heads(run: Run, step: int, measure: Callable[[], HeadsReport]) -> HeadsReport:
-    """What is said of the heads of one checkpoint alone; measured once, by all processes, then read."""
-    path = run.directory / "evaluations" / f"heads-{step}.json"
-    if not path.exists():
-        report = measure()
-        if run.is_main:
-            provenance.write_json(path, report.to_json())
-        run.state.wait_for_everyone()
-    return HeadsReport.from_json(provenance.read_json(path), str(path))
-
-
 def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet], report: EvalReport) -> EvalReport:
     settings = run.config.evaluation
     model = run.target_model(run.config.target.eval_dtype)

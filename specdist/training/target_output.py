@@ -36,7 +36,7 @@ class TargetOutput:
             return batch["target_states"]
         if self.model is None:
             raise ConfigError("the batch holds no states of the target, and the target is not loaded")
-        inputs = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
+        inputs: dict[str, Tensor] = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
         num_rows, length = inputs["input_ids"].shape
         places = supervised.flatten().nonzero()[:, 0] if supervised.dtype == torch.bool else supervised
         if places.device.type != "cpu" or self.sharded:
