@@ -47,7 +47,10 @@ class _KnownTarget:
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What is learned at N positions: `labels` [H, N], `counted` [H, N] or None for all, `head_weights` of H."""
+    """What is learned at N positions: `labels` [H, N], `counted` [H, N] or None for all, `head_weights` of H.
+
+    `ranks` [H, N], where given, is filled: how many tokens are more probable than the label.
+    """
 
     projections: Sequence[Projection]
     labels: Tensor
@@ -55,6 +58,7 @@ class _Lesson:
     objective: Objective
     target: TargetDistributions | None
     head_weights: Sequence[float]
+    ranks: Tensor | None = None
 
     def to_gradients(self, head: int, product: Tensor, chunk: slice, target: TargetDistributions | None) -> Tensor:
         """Turn `product` [C, V] of a head into the gradient of the weighted sum by it, in place; the sums [terms].
@@ -71,7 +75,11 @@ class _Lesson:
                 logits = self.projections[head].logits(leaf)
                 losses = position_losses(self.objective, logits, labels[tile], target, tile)  # [terms, rows]
                 terms = (losses if counted is None else losses * counted[tile]).sum(dim=-1)
-                product[tile] = torch.autograd.grad((factors * terms).sum(), leaf)[0]
+                loss = (factors * terms).sum()
+            if self.ranks is not None:
+                of_label = logits.detach().gather(-1, labels[tile, None].clamp(min=0))  # [rows, 1]
+                self.ranks[head, chunk][tile] = (logits.detach() > of_label).sum(dim=-1)
+            product[tile] = torch.autograd.grad(loss, leaf)[0]  # over the logits
             sums += terms.detach()
         return sums
 
@@ -194,19 +202,21 @@ def heads_objective(
     *,
     counted: Tensor | None = None,
     head_weights: Sequence[float] | None = None,
+    ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ over H and N of the weighted losses, without the logits of all positions at once: [], and each sum [H, terms].
 
     `hidden`: of each head [N, D], whose logits its projection gives; parameters get gradients where they ask for them.
     `labels` [H, N], IGNORED where there is none; `counted` [H, N]: what enters at all. `target` is needed by
     divergences; position n is the same for all heads, so its distribution is computed once. `head_weights`: 1 for each
-    unless given. Products are taken in autocast's dtype, all else in fp32. The caller divides by the global number of
-    supervised tokens. Fused as in "cut cross-entropy" (Wijmans et al. 2024) and Liger, for any objective, in torch.
+    unless given. `ranks` [H, N], integers, is filled: how many tokens are more probable than the label. Products are
+    taken in autocast's dtype, all else in fp32. The caller divides by the global number of supervised tokens. Fused as
+    in "cut cross-entropy" (Wijmans et al. 2024) and Liger, for any objective, in torch.
     Raises ValueError where a divergence has no target.
     """
     if objective.needs_target and target is None:
         raise ValueError(f"objective {list(objective.weights)}: divergences need the target's distributions, got none")
-    lesson = _Lesson(projections, labels, counted, objective, target, head_weights or [1.0] * len(projections))
+    lesson = _Lesson(projections, labels, counted, objective, target, head_weights or [1.0] * len(projections), ranks)
     parameters = [t for p in projections for t in (p.weight, p.bias, p.update)]
     return _FusedObjective.apply(lesson, *hidden, *parameters)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from specdist.record import Record
 
+TOP = (1, 2, 5, 10)  # of how many best tokens of a head it is said how often they hold the right one
+
 
 @dataclass(frozen=True)
 class HeadAccuracy(Record):

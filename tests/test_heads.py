@@ -23,6 +23,7 @@ from specdist.drafters.heads_file import HEADS_FILE, heads_of, load_heads
 from specdist.errors import ArtifactError
 from specdist.losses import IGNORED, FullTarget, Objective, position_losses
 from specdist.objective import CROSS_ENTROPY
+from specdist.schema_heads import TOP
 from specdist.target import output_projection
 from specdist.training import target_output
 from specdist.training.heads import HeadsCollator, HeadsTrainer, head_rows, heads_trainer
@@ -213,9 +214,15 @@ def train_once(
     return trainer, heads
 
 
-def plain_loss(heads: DraftHeads, rows: list[dict[str, Any]], objective: Objective) -> Tensor:
-    """The loss written plainly: document by document, head by head, at every position of its answer."""
+def plain_loss(
+    heads: DraftHeads, rows: list[dict[str, Any]], objective: Objective
+) -> tuple[Tensor, dict[str, list[bool]]]:
+    """The loss written plainly: document by document, head by head, at every position of its answer.
+
+    With it, by head and k, whether the label was among the k best tokens.
+    """
     target, total = output_projection(TARGET, TARGET.config), torch.zeros(())
+    hits: dict[str, list[bool]] = {}
     for r in rows:
         ids, prompt = torch.tensor(r["input_ids"]), r["prompt_length"]
         hidden = TARGET.base_model(input_ids=ids[None]).last_hidden_state[0]
@@ -228,7 +235,10 @@ def plain_loss(heads: DraftHeads, rows: list[dict[str, Any]], objective: Objecti
                 terms = position_losses(objective, logits, ids[t + 2 + i : t + 3 + i], distribution, slice(None))
                 weights = torch.tensor(list(objective.weights.values()))
                 total = total + 0.8**i * (weights @ terms[:, 0])
-    return total / sum(len(r["input_ids"]) - r["prompt_length"] for r in rows)
+                for k in TOP:
+                    best = logits[0].topk(k).indices.tolist()
+                    hits.setdefault(f"head_{i}_top{k}", []).append(int(ids[t + 2 + i]) in best)
+    return total / sum(len(r["input_ids"]) - r["prompt_length"] for r in rows), hits
 
 
 @pytest.mark.parametrize("objective", [LABELS, MIXTURE], ids=["labels", "distribution"])
@@ -238,9 +248,10 @@ def test_t1_loss_and_step_are_those_of_the_loss_written_plainly(
 ) -> None:
     heads, same = make_heads(kind, form, scale=0.1), make_heads(kind, form, scale=0.1)
     trainer, _ = train_once(tmp_path, batch=4, accumulation=1, rows=ROWS, heads=heads, objective=objective)
-    loss = plain_loss(same, ROWS, objective)
+    loss, hits = plain_loss(same, ROWS, objective)
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert {name: logged[name] for name in hits} == {name: round(sum(h) / len(h), 4) for name, h in hits.items()}
     parameters = dict(same.named_parameters())
     for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
         step = heads.get_parameter(name) - parameters[name]

@@ -21,7 +21,7 @@ from specdist.drafters.heads import HeadsOnTarget, TargetEnds
 from specdist.errors import ConfigError
 from specdist.evaluation import verify_cost
 from specdist.evaluation.acceptance import EvalSet, HeadsScorer, TreeScorer, replay_counts, target_pass
-from specdist.evaluation.heads_report import TOP, fastest, head_accuracies, heads_report, predict_speeds, rank_texts
+from specdist.evaluation.heads_report import fastest, head_accuracies, heads_report, predict_speeds, rank_texts
 from specdist.evaluation.page import render_page
 from specdist.evaluation.page_heads import PUBLISHED, recommendations
 from specdist.evaluation.tree_search import RankedTexts
@@ -35,7 +35,7 @@ from specdist.evaluation.verify_cost import (
 )
 from specdist.metrics import pooled_length
 from specdist.schema import DistillRow, EvalReport, SamplingSpec
-from specdist.schema_heads import DraftShape, HeadsReport, VerifyCost
+from specdist.schema_heads import TOP, DraftShape, HeadsReport, VerifyCost
 from specdist.target import forward_block
 from specdist.tree import MAX_RANK, DraftTree
 

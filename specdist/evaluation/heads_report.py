@@ -19,13 +19,12 @@ from specdist.evaluation.tree_search import RankedTexts, cross_fitted, halves, r
 from specdist.evaluation.verify_cost import VERIFIED_TOKENS, measure_costs, verify_cost_ratio
 from specdist.progress import track
 from specdist.schema import PromptCounts
-from specdist.schema_heads import DraftShape, HeadAccuracy, HeadsReport, ShapeSpeed, VerifyCost
+from specdist.schema_heads import TOP, DraftShape, HeadAccuracy, HeadsReport, ShapeSpeed, VerifyCost
 from specdist.target import check_tree_decoding, new_cache
 from specdist.tree import DraftTree
 
 logger = logging.getLogger(__name__)
 
-TOP = (1, 2, 5, 10)
 BATCH_SIZES = (1, 4)
 TREE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _DRAWS = 2_000

@@ -22,6 +22,7 @@ from specdist.drafters.heads import DraftHeads
 from specdist.errors import ConfigError
 from specdist.fused_losses import heads_objective
 from specdist.losses import IGNORED, FullTarget, Objective, TargetDistributions
+from specdist.schema_heads import TOP
 from specdist.training.batches import flattened, padded, schedule
 from specdist.training.order import seeded_by_epoch
 from specdist.training.target_output import TargetOutput
@@ -101,8 +102,9 @@ class HeadsTrainer(Trainer):
         if self.shape.kind == HYDRA and target.embed is None:
             raise ConfigError("hydra heads see the target's token embeddings: give them")
         self.head_weights = [decay**i for i in range(heads.num_heads)]
-        self._sums = torch.zeros(heads.num_heads, len(objective.weights), device=self.args.device)
-        self._counts = torch.zeros(heads.num_heads, device=self.args.device)
+        self._top = torch.tensor(TOP, device=self.args.device)
+        # Of each head since the last log: the objective's terms, labels among its k best for each k, labels
+        self._sums = torch.zeros(heads.num_heads, len(objective.weights) + len(TOP) + 1, device=self.args.device)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
@@ -135,6 +137,7 @@ class HeadsTrainer(Trainer):
         distributions: TargetDistributions | None = None
         if self.objective.needs_target:
             distributions = FullTarget(states, self.target.projection)
+        ranks = torch.zeros_like(labels)
         with self.accelerator.autocast():  # which the trainer applies to the heads' own forward only
             total, sums = heads_objective(
                 [feature[at] for feature, at in zip(features, rows, strict=True)],
@@ -144,23 +147,27 @@ class HeadsTrainer(Trainer):
                 distributions,
                 counted=labels != IGNORED,
                 head_weights=self.head_weights,
+                ranks=ranks,
             )
-        self._sums += sums
-        self._counts += (labels != IGNORED).sum(dim=1)
+        counted = (labels != IGNORED)[..., None]  # [H, S, 1]
+        hits = ((ranks[..., None] < self._top) & counted).sum(dim=1)
+        self._sums += torch.cat([sums, hits, counted.sum(dim=1)], dim=-1)
         if num_items_in_batch is None:
             return total / max(1, len(tokens))
         # The count covers all processes, over which DDP averages the gradients
         return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add each head's own mean of the objective since the last log."""
+        """Add each head's mean objective since the last log, and the share of labels that were among its k best."""
         if "loss" in logs:
-            weights = torch.tensor(list(self.objective.weights.values()), device=self._sums.device)
-            sums, counts = self.accelerator.reduce(self._sums) @ weights, self.accelerator.reduce(self._counts)
-            means = (sums / counts).tolist()  # NaN where a head had no label: nothing to report
-            logs.update({f"head_{i}_loss": round(mean, 4) for i, mean in enumerate(means) if mean == mean})
+            weights = list(self.objective.weights.values())
+            for i, sums in enumerate(self.accelerator.reduce(self._sums).tolist()):
+                if count := sums.pop():  # else the head had no label: nothing to report
+                    terms, hits = sums[: len(weights)], sums[len(weights) :]
+                    loss = sum(weight * term for weight, term in zip(weights, terms, strict=True))
+                    logs[f"head_{i}_loss"] = round(loss / count, 4)
+                    logs |= {f"head_{i}_top{k}": round(n / count, 4) for k, n in zip(TOP, hits, strict=True)}
             self._sums.zero_()
-            self._counts.zero_()
         super().log(logs, start_time)
 
 
