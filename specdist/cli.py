@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
     _add_export(groups.add_parser("export", help="write an export as one engine reads it, or say why it would not"))
     _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
+    _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
 
@@ -72,6 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("reconcile", parents=[model], help="finish what an interrupted writer left")
     command.set_defaults(run=_reconcile)
     return parser
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    named = "a report, a directory with one (a run, a version), or MODEL[@N] of the registry"
+    command.add_argument("first", metavar="A", help=named)
+    command.add_argument("second", metavar="B", help="the same; differences are B less A")
+    command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default: %(default)s)")
+    command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    command.set_defaults(run=_compare)
 
 
 def _add_data_commands(data: argparse.ArgumentParser) -> None:
@@ -180,6 +190,13 @@ def _write_export(directory: Path, record: "ExportRecord") -> None:
     _write(f"{directory}: {record.drafter_kind} for {record.target.model_id}, {record.drafter_sha256[:12]}")
     for limit in record.known_limits:
         _write(f"  {limit}")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from specdist.stages.compare import compare
+
+    for line in compare(arguments.first, arguments.second, arguments.html, arguments.root):
+        _write(line)
 
 
 def _data_show(arguments: argparse.Namespace) -> None:
