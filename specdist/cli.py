@@ -1,4 +1,4 @@
-"""Owns the command `specdist`: advice on a draft, looking at data and the registry, exports, rolling back.
+"""Owns the command `specdist`: advice on a draft, looking at data, reports and the registry, exports, rolling back.
 
 Everything else is a recipe.
 
@@ -17,12 +17,13 @@ from specdist import config
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.provenance import write_json
-from specdist.registry.store import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH, Registry, model_names
+from specdist.registry.store import Registry, model_names
+from specdist.registry.version import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH
 
 if TYPE_CHECKING:
     from specdist.export.record import ExportRecord
 
-_COLUMNS = ("model", "version", "champion", "mean accepted length", "created")
+_COLUMNS = ("model", "version", "alias", "mean accepted length", "created")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
     _add_export(groups.add_parser("export", help="write an export as one engine reads it, or say why it would not"))
     _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
+    _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
 
@@ -51,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False, parents=[shared])
     model.add_argument("model", metavar="MODEL")
 
-    command = commands.add_parser("list", parents=[shared], help="all models and versions; * marks the champion")
+    command = commands.add_parser(
+        "list", parents=[shared], help="all models and versions; * marks the champion, which serves"
+    )
     command.set_defaults(run=_list)
     command = commands.add_parser("show", parents=[model], help="one version, its tags; its files are verified")
     command.add_argument("version", metavar="VERSION", nargs="?", help="default: the champion")
@@ -61,7 +65,23 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("rollback", parents=[model], help="make an earlier champion champion again")
     command.add_argument("--to", metavar="N", help="version (default: the champion before the present one)")
     command.set_defaults(run=_rollback)
+    command = commands.add_parser("prune", parents=[model], help="delete old versions that no alias names")
+    command.add_argument(
+        "--keep", metavar="N", type=int, default=5, help="newest versions to keep (default: %(default)s)"
+    )
+    command.set_defaults(run=_prune)
+    command = commands.add_parser("reconcile", parents=[model], help="finish what an interrupted writer left")
+    command.set_defaults(run=_reconcile)
     return parser
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    named = "a report, a directory with one (a run, a version), or MODEL[@N] of the registry"
+    command.add_argument("first", metavar="A", help=named)
+    command.add_argument("second", metavar="B", help="the same; differences are B less A")
+    command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default: %(default)s)")
+    command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    command.set_defaults(run=_compare)
 
 
 def _add_data_commands(data: argparse.ArgumentParser) -> None:
@@ -172,6 +192,13 @@ def _write_export(directory: Path, record: "ExportRecord") -> None:
         _write(f"  {limit}")
 
 
+def _compare(arguments: argparse.Namespace) -> None:
+    from specdist.stages.compare import compare
+
+    for line in compare(arguments.first, arguments.second, arguments.html, arguments.root):
+        _write(line)
+
+
 def _data_show(arguments: argparse.Namespace) -> None:
     from specdist.dataset.manifest import read_manifest
     from specdist.dataset.show import manifest_lines, row_lines, sample_rows
@@ -217,13 +244,14 @@ def _list(arguments: argparse.Namespace) -> None:
     rows, errors = [_COLUMNS], []
     for name in model_names(arguments.root):
         registry = Registry(arguments.root, name)
-        champion = None
+        champion, challenger = None, registry.challenger()
         try:
             champion = registry.champion()
         except ArtifactError as error:
             errors.append(str(error))
         for version in registry.versions():
-            mark = "*" if version == champion else "" if version.path.is_dir() else "(missing)"
+            mark = "" if version.path.is_dir() else "(missing)"
+            mark = "* champion" if version == champion else "challenger" if version == challenger else mark
             length, created = (version.tags.get(key, "") for key in (TAG_MEAN_ACCEPTED_LENGTH, TAG_CREATED))
             rows.append((name, version.number, mark, length, created))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
@@ -256,3 +284,15 @@ def _path(arguments: argparse.Namespace) -> None:
 def _rollback(arguments: argparse.Namespace) -> None:
     version = _open(arguments).rollback(arguments.to)
     _write(f"champion of {arguments.model} is now version {version.number}; a running server must be restarted")
+
+
+def _prune(arguments: argparse.Namespace) -> None:
+    deleted = _open(arguments).prune(arguments.keep)
+    _write(f"{arguments.model}: deleted {', '.join(deleted) or 'nothing'}")
+
+
+def _reconcile(arguments: argparse.Namespace) -> None:
+    registry = _open(arguments)
+    registry.reconcile()
+    champion = registry.champion()
+    _write(f"{arguments.model}: in order, champion {champion.number if champion else 'none'}")

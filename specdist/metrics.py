@@ -1,17 +1,20 @@
-"""Owns the acceptance mathematics on counters: ratios of sums, bootstrap intervals over prompts, the speed model.
+"""Owns the acceptance mathematics on counters: ratios of sums, intervals and tests over prompts, the speed model.
 
 Pure functions of plain numbers (numpy only), so that training, evaluation, report and gate mean the same by a word.
 The unit of statistics is the prompt: tokens of one text are not independent, prompts are.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
 from specdist.schema import AcceptanceResult, AcceptanceSummary, PromptCounts
 
 BOOTSTRAP_DRAWS = 10_000
-_BLOCK = 1_000  # draws per matrix product: bounds memory at block × prompts
+_BLOCK = 1_000  # draws per matrix product: bounds memory at block × prompts of floats
 
 
 def mean_accepted_length(num_accepted_tokens: float, num_drafts: float) -> float:
@@ -73,14 +76,23 @@ def add_counts(one: PromptCounts, other: PromptCounts) -> PromptCounts:
     )
 
 
-def _resampled_sums(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Sums of `values` [prompts, columns] over `draws` resamplings of the prompts, replaced: [draws, columns]."""
-    generator = np.random.default_rng(seed)
-    count = len(values)
-    blocks = []
+def resampled_sums(values: np.ndarray, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> np.ndarray:
+    """Sums of `values` [prompts, columns] over `draws` bootstrap resamplings of the prompts: [draws, columns].
+
+    Equal numbers of prompts and equal seeds give equal resamplings, whatever the columns are.
+    """
+    weights = _resampling_weights(len(values), draws, seed)
+    blocks = [weights[start : start + _BLOCK].astype(np.float64) @ values for start in range(0, draws, _BLOCK)]
+    return np.concatenate(blocks)
+
+
+@functools.lru_cache(maxsize=8)
+def _resampling_weights(count: int, draws: int, seed: int) -> np.ndarray:
+    """How often each of `count` prompts is in each draw: [draws, count]. Kept: a gate asks for the same ones often."""
+    generator, blocks = np.random.default_rng(seed), []
     for start in range(0, draws, _BLOCK):
-        weights = generator.multinomial(count, np.full(count, 1.0 / count), size=min(_BLOCK, draws - start))
-        blocks.append(weights @ values)
+        drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=min(_BLOCK, draws - start))
+        blocks.append(drawn.astype(np.uint16))
     return np.concatenate(blocks)
 
 
@@ -95,14 +107,18 @@ def pooled_length(prompts: Sequence[PromptCounts]) -> float:
 
 def bootstrap_lengths(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> np.ndarray:
     """τ of each bootstrap resampling of `prompts`: [draws]."""
-    sums = _resampled_sums(_counter_matrix(prompts), draws, seed)
+    sums = resampled_sums(_counter_matrix(prompts), draws, seed)
     return 1.0 + sums[:, 0] / sums[:, 1]
 
 
-def _paired_sums(candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], draws: int, seed: int) -> np.ndarray:
+def _check_same_prompts(candidate: Sequence[PromptCounts], other: Sequence[PromptCounts]) -> None:
     if [p.prompt_id for p in candidate] != [p.prompt_id for p in other]:
-        raise ValueError("a paired bootstrap needs the same prompts in the same order on both sides")
-    return _resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)
+        raise ValueError("a paired comparison needs the same prompts in the same order on both sides")
+
+
+def _paired_sums(candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], draws: int, seed: int) -> np.ndarray:
+    _check_same_prompts(candidate, other)
+    return resampled_sums(np.concatenate([_counter_matrix(candidate), _counter_matrix(other)], axis=1), draws, seed)
 
 
 def bootstrap_length_ratios(
@@ -136,7 +152,7 @@ def bootstrap_rate_ratios(
     pairs: Sequence[Sequence[float]], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
 ) -> np.ndarray:
     """Ratio of two rates of sums over resampled pairs [tokens, seconds, other tokens, other seconds]. [draws]"""
-    sums = _resampled_sums(np.array(pairs, dtype=np.float64), draws, seed)
+    sums = resampled_sums(np.array(pairs, dtype=np.float64), draws, seed)
     return sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
 
 
@@ -145,8 +161,62 @@ def bootstrap_shares(counts: Sequence[Sequence[float]], *, draws: int = BOOTSTRA
 
     Returns [draws, kinds of hits].
     """
-    sums = _resampled_sums(np.array(counts, dtype=np.float64), draws, seed)
+    sums = resampled_sums(np.array(counts, dtype=np.float64), draws, seed)
     return sums[:, :-1] / sums[:, -1:]
+
+
+def swapped_sums(
+    ours: np.ndarray, theirs: np.ndarray, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of both sides [prompts, columns] over `draws` relabellings, each of which swaps a prompt's two sides or not.
+
+    Every prompt is swapped with probability 1/2, independently. Returns two arrays [draws, columns].
+    """
+    kept, difference = _kept_labels(len(ours), draws, seed), ours - theirs
+    blocks = [kept[start : start + _BLOCK].astype(np.float64) @ difference for start in range(0, draws, _BLOCK)]
+    first = theirs.sum(axis=0) + np.concatenate(blocks)
+    return first, ours.sum(axis=0) + theirs.sum(axis=0) - first
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_labels(count: int, draws: int, seed: int) -> np.ndarray:
+    """Which of `count` prompts keep their labels (1) in each draw and which swap them (0): [draws, count]."""
+    return np.random.default_rng(seed).integers(0, 2, size=(draws, count), dtype=np.uint8)
+
+
+def permutation_p_value(
+    candidate: Sequence[PromptCounts], other: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> float:
+    """P(τ ratio at least the observed one) were both drafters alike: the share of relabellings that reach it.
+
+    The null hypothesis is that the two sides of each prompt may be swapped; one-sided, and never 0, since the observed
+    labels count as one of the draws (Phipson and Smyth 2010). Raises ValueError unless both hold the same prompts.
+    """
+    _check_same_prompts(candidate, other)
+    first, second = swapped_sums(_counter_matrix(candidate), _counter_matrix(other), draws, seed)
+    ratios = (1.0 + first[:, 0] / first[:, 1]) / (1.0 + second[:, 0] / second[:, 1])
+    observed = pooled_length(candidate) / pooled_length(other)
+    return float(1 + np.sum(ratios >= observed * (1.0 - 1e-12))) / (draws + 1)
+
+
+def power(effect: float, standard_error: float, confidence: float = 0.95) -> float:
+    """P(the interval's low end exceeds the bar) of an estimate that lies `effect` above it: Φ(effect / se − z)."""
+    normal = NormalDist()
+    return normal.cdf(effect / standard_error - normal.inv_cdf(0.5 + confidence / 2.0))
+
+
+def prompts_to_decide(
+    effect: float, standard_error: float, num_prompts: int, confidence: float = 0.95, wanted_power: float = 0.8
+) -> int | None:
+    """Prompts at which a true `effect`, its distance from the bar, is shown with `wanted_power`: inverse of `power`.
+
+    `standard_error` is that at `num_prompts` and falls with their root. None where no number of prompts would do.
+    """
+    if effect == 0.0 or not math.isfinite(effect) or not math.isfinite(standard_error):
+        return None
+    normal = NormalDist()
+    wanted = (normal.inv_cdf(0.5 + confidence / 2.0) + normal.inv_cdf(wanted_power)) * standard_error / abs(effect)
+    return math.ceil(num_prompts * wanted**2)
 
 
 def interval(samples: np.ndarray, confidence: float = 0.95) -> list[float]:

@@ -307,6 +307,7 @@ class EvalReport(Record):
     dtype: str
     invalid_reasons: list[str] = field(default_factory=list)
     heads: HeadsReport | None = None
+    num_target_parameters: int | None = None
 
     def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
         """The acceptance at `setting` and draft length, or None where it was not measured."""
@@ -323,7 +324,10 @@ class EvalReport(Record):
 
 @dataclass(frozen=True)
 class GateCheck(Record):
-    """One check of the gate: what was observed, what was asked, and what failing it means (hold or reject)."""
+    """One check of the gate: what was observed, what was asked, and what failing it means (hold or reject).
+
+    `p_value`: that of no difference, by permutation; `num_prompts_needed`: about how many would decide a hold.
+    """
 
     name: str
     passed: bool
@@ -332,6 +336,8 @@ class GateCheck(Record):
     champion: float | None
     on_failure: str
     reason: str
+    p_value: float | None = None
+    num_prompts_needed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from specdist.export_record import ExportRecord, write_record
 from specdist.registry.mlflow import create_database
 from specdist.registry.store import Registry
+from specdist.schema import TargetIdentity
 
 MODEL = "tiny-draft"
 
@@ -43,11 +45,22 @@ def registry(root: Path) -> Registry:
 
 
 def make_export(directory: Path, content: str) -> Path:
+    """A whole export of one tensor, whose bytes are `content`."""
     (directory / "extra").mkdir(parents=True)
-    (directory / "config.json").write_text('{"model_type": "llama"}')
-    (directory / "model.safetensors").write_text(content)
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 100}')
+    header = {"weight": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}
+    text = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content.encode())
     (directory / "extra" / "notes.txt").write_text("nested")
+    target = TargetIdentity("tiny/target", "a" * 64, "b" * 64, "c" * 64, 100, [0])
+    write_record(directory, ExportRecord("hf-causal-lm", "draft_model", target, True, 1, 1, {}, {}, []))
     return directory
+
+
+def content_of(version: Path) -> str:
+    """What `make_export` was given, from a published version."""
+    data = (version / "model.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :].decode()
 
 
 def publish(registry: Registry, content: str, expected: str | None, **tags: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from registry_factory import empty_database
+from registry_factory import empty_database, make_export
 
 from specdist import cli
 from specdist.registry.store import Registry
@@ -21,9 +21,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "registry").mkdir()
     (directory / "registry" / "mlflow.db").write_bytes(empty_database())
     for model, length, expected in (("alpha", "2.31", None), ("alpha", "2.48", "1"), ("beta", "1.90", None)):
-        export = directory / f"export-{length}"
-        export.mkdir()
-        (export / "config.json").write_text(length)
+        export = make_export(directory / f"export-{length}", length)
         registry = Registry(directory / "registry", model)
         registry.publish(export, files={}, tags={"mean_accepted_length": length}, expected_champion=expected)
     return directory / "registry"
@@ -46,8 +44,8 @@ def test_list_shows_every_version_and_marks_champions(root: Path, capsys: pytest
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [row[:-1] for row in rows] == [
         ["alpha", "1", "2.31"],
-        ["alpha", "2", "*", "2.48"],
-        ["beta", "1", "*", "1.90"],
+        ["alpha", "2", "*", "champion", "2.48"],
+        ["beta", "1", "*", "champion", "1.90"],
     ]
     assert all(row[-1].startswith("20") for row in rows)
 
@@ -96,6 +94,13 @@ def test_rollback(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "now version 1" in out
     assert os.readlink(root / "alpha" / "aliases" / "champion") == "../versions/1"
     assert run(capsys, "rollback", "alpha", "--to", "2", "--root", root)[0] == 0
+    assert os.readlink(root / "alpha" / "aliases" / "champion") == "../versions/2"
+
+
+def test_prune_and_reconcile_say_what_was_done(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "prune", "alpha", "--root", root) == (0, "alpha: deleted nothing\n", "")
+    (root / "alpha" / "aliases" / "champion").unlink()
+    assert run(capsys, "reconcile", "alpha", "--root", root) == (0, "alpha: in order, champion 2\n", "")
     assert os.readlink(root / "alpha" / "aliases" / "champion") == "../versions/2"
 
 

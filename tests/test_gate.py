@@ -10,7 +10,6 @@ from report_factory import DOMAINS, divergence
 from report_factory import make_report as make_full_report
 from report_factory import make_result as make_full_result
 
-from specdist.errors import ArtifactError
 from specdist.gate import GatePolicy, decide, exit_code, format_decision
 from specdist.metrics import acceptance_result
 from specdist.schema import Certification, EvalReport, Fidelity, GateCheck, GateDecision, PromptCounts
@@ -163,9 +162,70 @@ def test_untrained_on_other_prompts_is_rejected(good: EvalReport) -> None:
     assert "not measured" in judge(replace(good, untrained=make_result(0.12, gamma=2))).reason
 
 
-def test_a_value_of_a_wrong_type_is_an_artifact_error(good: EvalReport) -> None:
-    with pytest.raises(ArtifactError, match="num_training_rows"):
-        judge(replace(good, num_training_rows=None))  # type: ignore[arg-type]
+def broken(report: EvalReport, how: str) -> EvalReport:
+    """`report` with one thing wrong that must never promote, nor stand as a champion to be beaten."""
+    primary, speed = report.primary, report.speed
+    assert primary is not None
+    assert speed is not None
+    first = primary.prompts[0]
+    results = {
+        "no prompts": replace(primary, prompts=[]),
+        "no prompts, no domains": replace(primary, prompts=[], domains={}),
+        "no drafts": replace(primary, prompts=[replace(p, num_drafts=0.0) for p in primary.prompts]),
+        "NaN counts": replace(primary, prompts=[replace(first, num_drafts=math.nan), *primary.prompts[1:]]),
+        "infinite counts": replace(primary, prompts=[replace(first, num_drafts=math.inf), *primary.prompts[1:]]),
+        "text for counts": replace(primary, prompts=[replace(first, num_drafts="8"), *primary.prompts[1:]]),
+        "no summary": replace(primary, summary=None),
+        "text for a result": "2.4",
+    }
+    changes: dict[str, Any] = {
+        "NaN speed": {"speed": replace(speed, target_tokens_per_second=math.nan)},
+        "text for speed": {"speed": replace(speed, draft_cost_ratio="fast")},
+        "no rows": {"num_training_rows": None},
+        "no acceptance": {"acceptance": []},
+        "text for acceptance": {"acceptance": "good"},
+        "text for untrained": {"untrained": "bad"},
+        "text for the target": {"target": "tiny"},
+    }
+    return replace(report, **(changes.get(how) or {"acceptance": [results[how]]}))
+
+
+BROKEN = (
+    "no prompts", "no prompts, no domains", "no drafts", "NaN counts", "infinite counts", "text for counts",
+    "no summary", "text for a result", "NaN speed", "text for speed", "no rows", "no acceptance",
+    "text for acceptance", "text for untrained", "text for the target",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_g6_a_broken_report_never_promotes_and_is_given_a_reason(good: EvalReport, how: str) -> None:
+    for champion in (None, good):
+        decision = judge(broken(good, how), champion)
+        assert decision.verdict == "reject"
+        assert len(decision.reason) > 20
+        assert GateDecision.from_json(decision.to_json()) == decision
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_g6_a_broken_champion_is_not_beaten_and_a_reason_is_given(good: EvalReport, how: str) -> None:
+    decision = judge(make_report(1.2), broken(good, how))
+    assert decision.verdict == "hold"
+    assert decision.reason.startswith("champion_report: not comparable: ")
+    assert len(decision.reason) > 60
+
+
+def test_g3_a_champion_whose_report_cannot_be_read_holds_and_says_why(good: EvalReport) -> None:
+    fault = "versions/2/report.json: missing keys ['acceptance']"
+    decision = decide(good, None, GatePolicy(), report_sha256="f", champion_version="2", champion_fault=fault)
+    assert decision.verdict == "hold"
+    assert fault in decision.reason
+
+
+def test_what_is_wrong_with_the_exported_files_rejects(good: EvalReport) -> None:
+    fault = "export/model.safetensors: 400 bytes, its header asks for 500"
+    decision = decide(good, None, GatePolicy(), report_sha256="f", champion_version=None, export_faults=[fault])
+    assert decision.verdict == "reject"
+    assert decision.reason == f"export: {fault}"
 
 
 # --- Certification and fidelity
@@ -263,6 +323,47 @@ def test_an_inconclusive_gain_is_held(good: EvalReport) -> None:
     assert gain.on_failure == "hold"
 
 
+def test_a_hold_says_how_many_prompts_would_decide_it(good: EvalReport) -> None:
+    """With that many prompts like those that were seen, the same difference is shown."""
+    sides = make_result(0.99, seed=1), make_result(1.0)  # another seed is other luck on the same prompts
+
+    def judged(copies: int) -> GateCheck:
+        reports = []
+        for side in sides:
+            more = [replace(p, prompt_id=f"{p.prompt_id}.{i}") for i in range(copies) for p in side.prompts]
+            settings = {"temperature": 0.0, "draft_sample_method": "greedy", "num_speculative_tokens": 3, "draws": 50}
+            results = [acceptance_result(more, setting="greedy", **settings)]
+            weak = [replace(p, accepted_at_position=[0.1 * x for x in p.accepted_at_position]) for p in more]
+            untrained = acceptance_result(weak, setting="greedy", **settings)
+            reports.append(replace(good, acceptance=results, untrained=untrained))
+        return check(judge(*reports), "gain_over_champion")
+
+    held = judged(1)
+    assert (held.passed, held.on_failure) == (False, "hold")
+    assert held.num_prompts_needed is not None
+    assert 240 < held.num_prompts_needed < 600
+    assert "prompts would decide it" in held.reason
+    decided = judged(-(-held.num_prompts_needed // 120))
+    assert decided.passed
+    assert decided.num_prompts_needed is None
+
+
+def test_no_number_of_prompts_decides_between_equal_drafters(good: EvalReport) -> None:
+    gain = check(judge(good, good), "gain_over_champion")
+    assert gain.num_prompts_needed is None
+    assert "no number of prompts" in gain.reason
+    assert gain.p_value == 1.0
+
+
+def test_the_permutation_p_value_stands_beside_the_interval(good: EvalReport) -> None:
+    better, worse = (check(judge(make_report(s), good), "gain_over_champion") for s in (1.05, 0.95))
+    assert better.passed
+    assert better.p_value == pytest.approx(1 / 10_001)
+    assert "permutation p 0.0001" in better.reason
+    assert worse.p_value is not None
+    assert worse.p_value > 0.99
+
+
 def test_a_domain_that_gets_much_worse_rejects(good: EvalReport) -> None:
     worse = {d: rate * (0.3 if d == "code" else 1.3) for d, rate in DOMAINS.items()}
     decision = judge(make_report(domains=worse), good)
@@ -271,10 +372,13 @@ def test_a_domain_that_gets_much_worse_rejects(good: EvalReport) -> None:
     assert decision.reason.startswith("domain:code")
 
 
-def test_a_domain_with_few_prompts_is_shown_and_not_judged() -> None:
+def test_a_domain_with_few_prompts_never_holds() -> None:
     worse = {d: rate * (0.3 if d == "code" else 1.3) for d, rate in DOMAINS.items()}
     champion = make_report()
     decision = judge(make_report(domains=worse), champion, min_domain_prompts=11)
+    assert decision.verdict == "reject", "shown to lose more than the margin, by ten prompts alone"
+    slightly = {d: rate * (0.9 if d == "code" else 1.3) for d, rate in DOMAINS.items()}
+    decision = judge(make_report(domains=slightly), champion, min_domain_prompts=11)
     assert decision.verdict == "promote"
     assert check(decision, "domain:code").reason.startswith("shown: 10 prompts")
 
@@ -321,12 +425,51 @@ def test_g3_an_alias_to_a_missing_version_does_not_promote(good: EvalReport) -> 
 def test_speed_is_judged_only_where_asked(good: EvalReport, asked: float | None, verdict: str) -> None:
     decision = judge(good, min_speedup=asked)
     assert decision.verdict == verdict
-    assert check(decision, "speedup").reason.startswith("shown") == (asked is None)
+    assert check(decision, "speedup:batch_1").reason.startswith("shown") == (asked is None)
 
 
 def test_asked_speed_that_was_not_measured_holds(good: EvalReport) -> None:
     assert judge(replace(good, speed=None)).verdict == "promote"
     assert judge(replace(good, speed=None), min_speedup=1.0).verdict == "hold"
+
+
+def test_speed_is_asked_at_every_batch_size_of_the_policy(good: EvalReport) -> None:
+    decision = judge(good, min_speedup=1.05, speed_batch_sizes=(1, 8))
+    assert decision.verdict == "hold"
+    assert check(decision, "speedup:batch_1").passed
+    assert "not measured at γ=3, batch size 8" in decision.reason
+    assert judge(good, speed_batch_sizes=(8,)).verdict == "promote"
+
+
+@pytest.mark.parametrize(
+    ("rule", "limit", "sizes", "verdict"),
+    [
+        ("acceptance_rate", {"min_acceptance_rate": 0.2}, {}, "promote"),
+        ("acceptance_rate", {}, {}, "reject"),
+        ("draft_cost_ratio", {}, {}, "promote"),
+        ("draft_cost_ratio", {"max_draft_cost_ratio": 0.1}, {}, "reject"),
+        ("draft_cost_ratio", {}, {"speed": None}, "hold"),
+        ("size_ratio", {}, {"num_target_parameters": 140_000_000}, "promote"),
+        ("size_ratio", {}, {"num_target_parameters": 100_000_000}, "reject"),
+        ("size_ratio", {}, {}, "hold"),
+    ],
+)
+def test_rules_of_thumb_are_shown_or_required(
+    good: EvalReport, rule: str, limit: dict[str, float], sizes: dict[str, Any], verdict: str
+) -> None:
+    report = replace(good, **sizes)
+    shown = judge(report, **limit)
+    assert shown.verdict == "promote"
+    assert check(shown, f"rule:{rule}").reason.startswith("shown")
+    assert judge(report, required_rules=(rule,), **limit).verdict == verdict
+
+
+def test_attempts_on_the_evaluation_prompts_are_shown(good: EvalReport) -> None:
+    decision = decide(make_report(1.05), good, GatePolicy(), report_sha256="f", champion_version="1", attempts=7)
+    shown = check(decision, "evaluation_attempts")
+    assert shown.observed == 7
+    assert "Bonferroni) is 0.0007" in shown.reason
+    assert "7" in next(line for line in format_decision(decision).splitlines() if line.startswith("evaluation_att"))
 
 
 def test_the_speed_of_a_tree_does_not_stand_for_that_of_a_chain(good: EvalReport) -> None:
@@ -350,7 +493,7 @@ def test_e18_both_means_are_named() -> None:
 
 
 def test_the_table_is_aligned_and_fits(good: EvalReport) -> None:
-    text = format_decision(judge(make_report(0.9), good))
+    text = format_decision(judge(make_report(0.97), good))
     lines = text.splitlines()
     assert text.startswith("REJECT (against champion version 1)")
     assert max(map(len, lines)) <= 120

@@ -39,6 +39,12 @@ def test_an_unknown_key_suggests_the_nearest(tmp_path: Path) -> None:
         "min_speedup: fast\n",
         "min_speedup: .inf\n",
         "required_certifications: greedy\n",
+        "required_rules: acceptance_rate\n",
+        "required_rules: [acceptance]\n",
+        "speed_batch_sizes: []\n",
+        "speed_batch_sizes: [0]\n",
+        "speed_batch_sizes: [one]\n",
+        "max_size_ratio: null\n",
     ],
 )
 def test_a_bad_policy_is_a_config_error_that_names_the_file(tmp_path: Path, text: str) -> None:

@@ -133,7 +133,8 @@ def test_an_export_of_ours_comes_back_as_the_same_drafter(target: Target, tmp_pa
 def write_source(directory: Path, tensors: dict[str, Tensor], **config: object) -> Path:
     directory.mkdir()
     save_file(tensors, directory / HEADS_FILE)
-    (directory / "config.json").write_text(json.dumps(config))
+    claims = {} if any("num" in key or key == "medusa" for key in config) else {"medusa_num_heads": 3}
+    (directory / "config.json").write_text(json.dumps(claims | config))
     return directory
 
 

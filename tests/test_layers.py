@@ -29,6 +29,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "prompt_policy",
             "objective",
             "drafter_config",
+            "safetensors_file",
+            "export_record",
         ),
         (),
     ),
@@ -40,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "L4": (("decoding",), ("L0", "L1", "L2")),
     "L5 training": (("training",), ("L0", "L1", "L2", "L3 generation", "L3 dataset", "L4")),
     "L5 evaluation": (("evaluation",), ("L0", "L1", "L2", "L3 generation", "L3 dataset", "L4")),
-    "L6 gate": (("gate",), ("L0",)),
+    "L6 gate": (("gate", "gate_check", "gate_statistics"), ("L0",)),
     "L6 registry": (("registry",), ("L0",)),
     "L6 export": (("export",), ("L0", "L1", "L2")),
 }

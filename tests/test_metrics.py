@@ -78,3 +78,47 @@ def test_no_draft_has_no_mean() -> None:
         metrics.mean_accepted_length(0, 0)
     with pytest.raises(ValueError, match="no prompts"):
         metrics.summarize([])
+
+
+def random_pair(generator: np.random.Generator, num_prompts: int) -> list[list[PromptCounts]]:
+    def side() -> list[PromptCounts]:
+        drafts = generator.integers(20, 60, num_prompts)
+        return [counts(str(i), "a", d, d, generator.binomial(d, 0.5)) for i, d in enumerate(map(float, drafts))]
+
+    return [side(), side()]
+
+
+def test_the_permutation_p_value_is_that_of_all_relabellings() -> None:
+    ours, theirs = random_pair(np.random.default_rng(4), 8)
+    observed = metrics.pooled_length(ours) / metrics.pooled_length(theirs)
+    ratios = []
+    for mask in range(2**8):
+        swapped = [(b, a) if mask >> i & 1 else (a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+        first, second = zip(*swapped, strict=True)
+        ratios.append(metrics.pooled_length(first) / metrics.pooled_length(second))
+    exact = np.mean(np.array(ratios) >= observed * (1 - 1e-12))
+    assert metrics.permutation_p_value(ours, theirs) == pytest.approx(exact, abs=0.02)
+    assert metrics.permutation_p_value(theirs, ours) == pytest.approx(1 - exact, abs=0.02)
+
+
+def test_the_permutation_p_value_is_uniform_without_a_difference() -> None:
+    generator = np.random.default_rng(0)
+    p_values = [metrics.permutation_p_value(*random_pair(generator, 40), draws=200) for _ in range(300)]
+    assert np.mean(np.array(p_values) <= 0.1) == pytest.approx(0.1, abs=0.05)
+    assert np.mean(p_values) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_permutation_needs_the_same_prompts() -> None:
+    ours, theirs = random_pair(np.random.default_rng(4), 8)
+    with pytest.raises(ValueError, match="same prompts"):
+        metrics.permutation_p_value(ours, theirs[::-1])
+
+
+def test_the_number_of_prompts_is_the_inverse_of_power() -> None:
+    assert metrics.power(0.02, 0.02 / 1.959964) == pytest.approx(0.5)
+    needed = metrics.prompts_to_decide(0.01, 0.02, 100)
+    assert needed is not None
+    assert metrics.power(0.01, 0.02 * (100 / needed) ** 0.5) == pytest.approx(0.8, abs=1e-3)
+    assert metrics.prompts_to_decide(-0.01, 0.02, 100) == needed
+    assert metrics.prompts_to_decide(0.0, 0.02, 100) is None
+    assert metrics.prompts_to_decide(0.01, np.inf, 100) is None

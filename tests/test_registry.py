@@ -7,6 +7,7 @@ import pytest
 from registry_factory import (  # noqa: F401
     MODEL,
     Killed,
+    content_of,
     make_export,
     publish,
     raise_after,
@@ -19,6 +20,7 @@ from registry_factory import (  # noqa: F401
 from specdist import provenance
 from specdist.errors import ArtifactError, ConfigError
 from specdist.registry import store
+from specdist.registry.history import History
 from specdist.registry.mlflow import ModelRecord
 from specdist.registry.store import Registry
 
@@ -34,9 +36,10 @@ def test_publish_writes_what_an_engine_reads(registry: Registry) -> None:
     assert served == registry.root / MODEL / "aliases" / "champion"
     assert os.readlink(served) == "../versions/1"
     assert {path.relative_to(served).as_posix() for path in served.rglob("*") if path.is_file()} == {
-        "config.json", "model.safetensors", "extra/notes.txt", "report.json", "gate.json", "version.json",
+        "config.json", "model.safetensors", "extra/notes.txt", "export.json", "report.json", "gate.json",
+        "version.json",
     }  # fmt: skip
-    assert (served / "model.safetensors").read_text() == "a"
+    assert content_of(served) == "a"
     assert all(not path.stat().st_mode & 0o222 for path in served.rglob("*") if path.is_file())
 
     champion = registry.champion()
@@ -112,7 +115,7 @@ def test_an_older_version_can_win_again(registry: Registry) -> None:
         pytest.param(store.os, "rename", id="after the rename"),
         pytest.param(ModelRecord, "create", id="after the record"),
         pytest.param(ModelRecord, "set_champion", id="after the alias"),
-        pytest.param(Registry, "_append_history", id="after the history"),
+        pytest.param(History, "append", id="after the history"),
         pytest.param(store.os, "symlink", id="after a temporary link"),
     ],
 )
@@ -125,9 +128,9 @@ def test_a_killed_publication_is_completed(
         raise_after(owner, name, patch)
         with pytest.raises(Killed):
             publish(registry, "b", "1")
-    assert (registry.champion_path() / "model.safetensors").read_text() == "a"  # serving goes on
+    assert content_of(registry.champion_path()) == "a"  # serving goes on
 
-    committed = name in ("set_champion", "_append_history", "symlink")
+    committed = name in ("set_champion", "append", "symlink")
     recorded = committed or name in ("create", "rename")
     if repeat:
         assert publish(registry, "b", "1") == "2"
@@ -189,7 +192,7 @@ def test_bad_sources_are_refused_before_anything_is_written(registry: Registry, 
     def attempt(files: dict[str, Path], tags: dict[str, str] | None = None, directory: Path = export) -> None:
         registry.publish(directory, files=files, tags=tags or {}, expected_champion=None)
 
-    with pytest.raises(ArtifactError, match="no export here"):
+    with pytest.raises(ArtifactError, match=r"export\.json: no such file"):
         attempt({}, directory=tmp_path / "none")
     with pytest.raises(ArtifactError, match=r"report.json.*no such file"):
         attempt({"report.json": report})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specdist.evaluation.compare import Comparison
 from specdist.metrics import bootstrap_lengths, interval
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport
 from specdist.schema_heads import DraftShape, HeadsReport
@@ -254,3 +255,86 @@ def draw_shapes(heads: HeadsReport) -> Picture:
 
     description = f"τ by drafted tokens: {', '.join(map(said, heads.shapes))}. The target alone makes 1."
     return _picture("Tokens per target step of chains and trees", description, draw)
+
+
+def draw_comparison(comparison: Comparison) -> list[Picture]:
+    """Differences of τ by domain, acceptance by position of both, τ against the draft length of both."""
+    return [_differences(comparison), _both_by_position(comparison), _both_by_draft_length(comparison)]
+
+
+def _differences(comparison: Comparison) -> Picture:
+    rows = sorted(comparison.domains, key=lambda row: row.difference)
+    overall = comparison.overall
+    places = list(range(len(rows)))
+
+    def draw(axes: Any) -> None:
+        values = [row.difference for row in rows]
+        errors = _distances(values, [row.interval for row in rows])
+        _points(axes, values, places, "domain", xerr=errors, linestyle="none")
+        labels = [f"{row.name[:28]} ({row.num_prompts})" for row in rows]
+        if overall is not None:
+            errors = _distances([overall.difference], [overall.interval])
+            _points(axes, [overall.difference], [len(rows)], "all prompts", 1, xerr=errors, linestyle="none")
+            labels.append(f"all ({overall.num_prompts})")
+        axes.axvline(0.0, color=_GREY, linestyle="--", linewidth=1.2, label="no difference", zorder=1)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(-0.6, len(labels) - 0.4)
+        axes.grid(visible=False, axis="y")
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_xlabel("τ of B less τ of A (tokens per target step)")
+        axes.set_ylabel("domain (prompts)")
+
+    said = ", ".join(f"{row.name} {row.difference:+.2f}" for row in rows)
+    title = f"What B gains over A, {comparison.reports[0].primary_setting}"
+    return _picture(title, f"Difference of τ by domain: {said}.", draw, height=2.2 + 0.36 * len(rows))
+
+
+def _both_by_position(comparison: Comparison) -> Picture:
+    results = [r for r in map(_at_primary(comparison), comparison.reports) if r is not None]
+
+    def draw(axes: Any) -> None:
+        for i, (letter, result) in enumerate(zip("AB", results, strict=True)):
+            rates = result.summary.acceptance_at_position
+            positions = [k + 1 + 0.06 * (i - 0.5) for k in range(len(rates))]
+            _points(axes, positions, rates, letter, i, yerr=_distances(rates, _rate_intervals(result)))
+        axes.set_xticks(range(1, results[0].num_speculative_tokens + 1))
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlabel("position in the draft (token)")
+        axes.set_ylabel("accepted (share of target steps)")
+
+    said = "; ".join(
+        f"{letter} {_numbers(r.summary.acceptance_at_position)}" for letter, r in zip("AB", results, strict=True)
+    )
+    return _picture(
+        "Acceptance by position", f"Share of target steps that accept position 1, 2 and so on: {said}.", draw
+    )
+
+
+def _both_by_draft_length(comparison: Comparison) -> Picture:
+    setting = comparison.reports[0].primary_setting
+    curves = [
+        sorted((r for r in report.acceptance if r.setting == setting), key=lambda r: r.num_speculative_tokens)
+        for report in comparison.reports
+    ]
+
+    def draw(axes: Any) -> None:
+        for i, (letter, results) in enumerate(zip("AB", curves, strict=True)):
+            summaries = [r.summary for r in results]
+            lengths = [summary.mean_accepted_length for summary in summaries]
+            gammas = [r.num_speculative_tokens for r in results]
+            _points(axes, gammas, lengths, letter, i, yerr=_length_errors(summaries))
+        _baseline(axes.axhline)
+        axes.set_xticks(sorted({r.num_speculative_tokens for results in curves for r in results}))
+        axes.set_xlabel("draft length γ (tokens)")
+        axes.set_ylabel("τ (tokens per target step)")
+
+    said = "; ".join(
+        f"{letter} {_numbers([r.summary.mean_accepted_length for r in results])}"
+        for letter, results in zip("AB", curves, strict=True)
+    )
+    return _picture("Tokens per target step against draft length", f"τ by draft length, {setting}: {said}.", draw)
+
+
+def _at_primary(comparison: Comparison) -> Callable[[EvalReport], AcceptanceResult | None]:
+    first = comparison.reports[0]
+    return lambda report: report.result(first.primary_setting, first.num_speculative_tokens)

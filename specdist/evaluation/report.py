@@ -9,7 +9,9 @@ from specdist.evaluation.summary import summary_table
 from specdist.provenance import read_json, write_json, write_text
 from specdist.schema import EvalReport, GateDecision
 
-__all__ = ["read_report", "summary_table", "write_report"]
+__all__ = ["REPORT_FILE", "read_report", "summary_table", "write_report"]
+
+REPORT_FILE = "report.json"
 
 
 def write_report(report: EvalReport, directory: Path, decision: GateDecision | None = None) -> None:
@@ -25,10 +27,10 @@ def write_report(report: EvalReport, directory: Path, decision: GateDecision | N
             f"{directory}: the report holds a value that is no plain finite number ({error})"
         ) from error
     write_text(directory / "report.html", render_page(report, decision))
-    write_json(directory / "report.json", plain)  # last: who finds it finds both
+    write_json(directory / REPORT_FILE, plain)  # last: who finds it finds both
 
 
 def read_report(directory: Path) -> EvalReport:
     """Read `report.json` below `directory`. Raises ArtifactError, naming the file, where it is missing or wrong."""
-    path = directory / "report.json"
+    path = directory / REPORT_FILE
     return EvalReport.from_json(read_json(path), str(path))

@@ -5,10 +5,10 @@ heads lie in the target's checkpoint under `medusa_heads.`. The tensors say what
 says.
 """
 
+import difflib
 import logging
 import pickle
 import re
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,21 @@ from specdist.drafters.heads_file import HEADS_FILE, heads_of, heads_shape
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export.convert import check_output
 from specdist.export.medusa import export_medusa
-from specdist.export.record import ExportRecord
+from specdist.export_record import EXPORT_FILE, ExportRecord, read_record
+from specdist.safetensors_file import read_header
 from specdist.target import Target
 from specdist.tree import DraftTree
 
 logger = logging.getLogger(__name__)
 
 _PATTERNS = (HEADS_FILE, "medusa_lm_head.pt", "*.safetensors", "*.bin", "*.pt")  # the first that is there is read
+# FasterDecoding's, vLLM's (`configs/medusa.py`) and what transformers adds when it saves them
+_CONFIG_KEYS = frozenset({
+    "model_type", "medusa_num_heads", "num_heads", "medusa_num_layers", "num_layers", "num_hidden_layers",
+    "hidden_size", "vocab_size", "truncated_vocab_size", "max_paths", "topk", "max_seq_len", "medusa_choices",
+    "medusa_fc_bias", "original_lm_head", "base_model_name_or_path", "version", "architectures", "dtype",
+    "torch_dtype", "transformers_version",
+})  # fmt: skip
 _PREFIX = re.compile(r"^(?:.*\.)?medusa_heads?\.")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 _PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
@@ -49,6 +57,7 @@ def _load(file: Path) -> dict[str, Tensor]:
     """The tensors of a file. No code that a pickle may hold is run. Raises ArtifactError where that is not enough."""
     try:
         if file.suffix == ".safetensors":
+            read_header(file)  # says what is wrong where the library would not
             return load_file(file)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -92,6 +101,40 @@ def field_tensors(tensors: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
     return named
 
 
+def _check_dtypes(tensors: dict[str, Tensor], where: Path) -> None:
+    """Raise ArtifactError unless all tensors are of one floating-point dtype, as every trainer of heads saves them."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_dtype.setdefault(tensor.dtype, []).append(name)
+    if len(by_dtype) > 1 or not all(dtype.is_floating_point for dtype in by_dtype):
+        rarest = min(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
+        raise ArtifactError(
+            f"{where}: dtypes {sorted(map(str, by_dtype))}, {rarest} at {sorted(by_dtype[rarest])[:4]}; expected one "
+            "floating-point dtype: save the heads again where they were made"
+        )
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    """config.json beside the heads; empty where there is none. Raises ArtifactError on a missing or an unknown key.
+
+    A target's own configuration, in whose checkpoint heads may lie, has its own keys.
+    """
+    file = (source if source.is_dir() else source.parent) / "config.json"
+    if not file.is_file():
+        return {}
+    config = provenance.read_json(file)
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{file}: expected a JSON object, got {type(config).__name__}")
+    if "medusa" in config or (file.parent / EXPORT_FILE).is_file():
+        return config
+    if unknown := sorted(config.keys() - _CONFIG_KEYS):
+        near = difflib.get_close_matches(unknown[0], _CONFIG_KEYS, n=1, cutoff=0.0)[0]
+        raise ArtifactError(f"{file}: unknown keys {unknown[:4]}; did you mean {near!r}? Correct or remove them")
+    if _claimed_heads(config) is None:
+        raise ArtifactError(f"{file}: missing key 'medusa_num_heads'; add the number of heads, or remove the file")
+    return config
+
+
 def _claimed_heads(config: dict[str, Any]) -> int | None:
     inner = config.get("medusa") or {}
     found = (config.get("medusa_num_heads"), config.get("num_heads"), inner.get("num_medusa_heads"))
@@ -120,6 +163,7 @@ def read_foreign_heads(source: Path, target: Target) -> tuple[DraftHeads, torch.
     for file in _files(source):
         tensors |= _load(file)
     tensors = field_tensors(tensors, source)
+    _check_dtypes(tensors, source)
     shape = heads_shape(tensors, target.identity.vocab_size, source)
     expected = (target.identity.vocab_size, target.config.get_text_config().hidden_size)
     if (shape.vocab_size, shape.hidden_size) != expected:
@@ -127,7 +171,7 @@ def read_foreign_heads(source: Path, target: Target) -> tuple[DraftHeads, torch.
             f"{source}: heads of vocabulary {shape.vocab_size} and hidden size {shape.hidden_size}, but "
             f"{target.identity.model_id} has {expected[0]} and {expected[1]}; give the target they were trained on"
         )
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    dtype = next(iter(tensors.values())).dtype
     weight = target.load_model(dtype).get_output_embeddings().weight
     if shape.projection == SHARED:
         tensors = _with_changed_projection(tensors, shape.num_heads, f"0.{shape.num_layers}.weight", weight)
@@ -137,16 +181,20 @@ def read_foreign_heads(source: Path, target: Target) -> tuple[DraftHeads, torch.
 def import_heads(source: Path, output: Path, target: Target) -> ExportRecord:
     """Write heads trained elsewhere (`read_foreign_heads`), with their tree, to `output` as an export for `target`.
 
-    A number of heads in config.json other than that of the tensors is a warning. Raises as the reading does, and
-    ConfigError on a tree that the heads cannot draft.
+    A number of heads in config.json other than that of the tensors is a warning, since published ones are wrong; a
+    missing or an unknown key is an error. Raises as the reading does, and ConfigError on a tree that the heads cannot
+    draft.
     """
     check_output(output)
+    if (source / EXPORT_FILE).is_file():  # one of ours: its files must be those that were exported
+        read_record(source)
+    config = _read_config(source)
     heads, dtype, weight = read_foreign_heads(source, target)
-    file = (source if source.is_dir() else source.parent) / "config.json"
-    config = provenance.read_json(file) if file.is_file() else {}
     claimed, paths = _claimed_heads(config), config.get("medusa_choices")
     if claimed not in (None, heads.num_heads):
-        logger.warning("%s: says %s heads, the tensors are of %d; these decide", file, claimed, heads.num_heads)
+        logger.warning(
+            "%s: config.json says %s heads, the tensors are of %d; these decide", source, claimed, heads.num_heads
+        )
     return export_medusa(
         heads,
         weight,

@@ -15,7 +15,7 @@ from typing import Any
 from specdist.errors import ArtifactError, ConfigError
 from specdist.provenance import atomic_path
 
-CHAMPION = "champion"
+CHAMPION, CHALLENGER = "champion", "challenger"
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 
 
@@ -122,9 +122,32 @@ class ModelRecord:
         for key, value in tags.items():
             self._store.set_model_version_tag(self._name, number, ModelVersionTag(key, value))
 
+    def aliases(self) -> dict[str, str]:
+        """Number of the version that each alias of the model names, whoever set it.
+
+        Read from the table: MLflow's lists come back without aliases.
+        """
+        from sqlalchemy import text
+
+        query = text("SELECT alias, version FROM registered_model_aliases WHERE name = :name")
+        with self._store.engine.connect() as connection:
+            return {alias: str(version) for alias, version in connection.execute(query, {"name": self._name})}
+
+    def delete(self, number: str) -> None:
+        """Take a version out of the record; its number is not given again."""
+        self._store.delete_model_version(self._name, number)
+
     def set_champion(self, number: str) -> None:
         """Move the champion alias in one transaction."""
-        self._store.set_registered_model_alias(self._name, CHAMPION, number)
+        self.set_alias(CHAMPION, number)
+
+    def set_alias(self, alias: str, number: str) -> None:
+        """Move an alias in one transaction."""
+        self._store.set_registered_model_alias(self._name, alias, number)
+
+    def delete_alias(self, alias: str) -> None:
+        """Take an alias away; the version stays."""
+        self._store.delete_registered_model_alias(self._name, alias)
 
     def _exists(self) -> bool:
         try:

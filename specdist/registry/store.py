@@ -3,13 +3,14 @@
     <root>/mlflow.db                        the record: versions, tags, champion alias
     <root>/<model>/versions/<N>/            an export, its evidence, version.json; never changes
     <root>/<model>/aliases/champion         link to ../versions/<N>: what an engine is told to serve
+    <root>/<model>/aliases/challenger       the same, of the version that was put forward and is not proven
     <root>/<model>/history.jsonl            every move of the champion
 
-The champion is the version that the alias in MLflow names; link and history follow it and are repaired from it.
-Nothing holds an absolute path, so a registry may be moved. All writers of a root share one lock.
+The champion is the version that the alias in MLflow names: setting it is the commit point of every move. Link and
+history follow it and are repaired from it. Nothing holds an absolute path, so a registry may be moved. All writers of a
+root share one lock.
 """
 
-import json
 import logging
 import os
 import re
@@ -18,28 +19,28 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from specdist.config import MISREAD_IN_PATHS
-from specdist.errors import ArtifactError, ConfigError
-from specdist.provenance import read_json, sha256_file, sha256_json, sync_directory, write_text
-from specdist.registry.mlflow import CHAMPION, ModelRecord, check_location, create_database, open_record
+from specdist.errors import ArtifactError, ConfigError, StaleBaseline
+from specdist.provenance import read_json, sha256_file, sync_directory
+from specdist.registry.history import History, now
+from specdist.registry.links import AliasLinks
+from specdist.registry.mlflow import CHALLENGER, CHAMPION, ModelRecord, check_location, create_database, open_record
 from specdist.registry.version import (
     MANIFEST,
+    TAG_CREATED,
+    TAG_DIGEST,
     TAG_MANIFEST,
+    TAG_ROLE,
     Version,
+    checked_sources,
     copy_files,
     seal,
     verify_version,
-    version_sources,
 )
-
-TAG_DIGEST = "digest"  # of the export: the key that makes publishing idempotent
-TAG_CREATED = "created"
-TAG_MEAN_ACCEPTED_LENGTH = "mean_accepted_length"  # given by whoever publishes; listed by the command line
 
 _DATABASE = "mlflow.db"
 _LOCK_SECONDS = 600.0
@@ -89,8 +90,9 @@ class Registry:
         self.model_name = model_name
         self.directory = self.root / model_name
         self._versions_directory = self.directory / "versions"
-        self._link = self.directory / "aliases" / CHAMPION
-        self._history_file = self.directory / "history.jsonl"
+        self._links = AliasLinks(self.directory / "aliases")
+        self._link = self._links.path(CHAMPION)
+        self._history = History(self.directory / "history.jsonl")
         self._database = self.root / _DATABASE
         self._remedy = f"restore it or go back with `specdist registry rollback {model_name} --to N`"
         check_location(self._database)
@@ -104,6 +106,11 @@ class Registry:
         """
         with self._reading() as record:
             return self._champion(record)
+
+    def challenger(self) -> Version | None:
+        """The version that was put forward last and not promoted; None where there is none."""
+        with self._reading() as record:
+            return self._challenger(record)
 
     def versions(self) -> list[Version]:
         """All published versions, oldest first. The directory of one may have been removed from outside."""
@@ -124,17 +131,14 @@ class Registry:
         if not self._link.is_symlink():
             raise ArtifactError(f"{self._link}: no such link; {self.model_name} has no champion in this registry")
         if not self._link.is_dir():
-            raise ArtifactError(f"{self._link}: points to missing version {self._linked()}; {self._remedy}")
+            raise ArtifactError(
+                f"{self._link}: points to missing version {self._links.number(CHAMPION)}; {self._remedy}"
+            )
         return self._link
 
     def history(self) -> list[dict[str, str]]:
         """Every move of the champion, oldest first: time (UTC), version, action (publish, rollback or repair)."""
-        if not self._history_file.exists():
-            return []
-        try:
-            return [json.loads(line) for line in self._history_file.read_text(encoding="utf-8").splitlines()]
-        except ValueError as error:
-            raise ArtifactError(f"{self._history_file}: not JSON lines ({error}); restore or remove it") from error
+        return self._history.entries()
 
     # Writing
 
@@ -143,30 +147,44 @@ class Registry:
     ) -> str:
         """Copy an export into a new version, record it, make it champion; returns its number.
 
-        `files` (name: path) are placed beside the export. `expected_champion` is the version that the gate judged
-        against: where another one serves by now, ArtifactError is raised and nothing changes. An export that is
-        already a version is not copied again; its directory stays as it is, `tags` are set. So a publication that was
-        interrupted anywhere is completed by repeating it.
+        The export is checked against its record; `files` (name: path) are placed beside it. `expected_champion` is the
+        version that the gate judged against: where another one serves by now, StaleBaseline is raised and nothing
+        changes. An export that is already a version is not copied again; its directory stays as it is, `tags` are set.
+        So a publication that was interrupted anywhere is completed by repeating it.
         """
-        if reserved := {TAG_DIGEST, TAG_MANIFEST, TAG_CREATED} & set(tags):
-            raise ConfigError(f"tags {sorted(reserved)}: set by the registry; use other names")
-        sources = version_sources(export_dir, files)
-        hashes = {name: sha256_file(path) for name, path in sources.items()}
-        digest = sha256_json({name: value for name, value in hashes.items() if name not in files})
+        sources, hashes, digest = checked_sources(export_dir, files, tags)
         with self._writing() as record:
             champion = self._champion(record)
             if champion is not None and champion.digest == digest:
                 return champion.number
             self._check_champion(champion, expected_champion)
-            known = [v for v in self._versions(record) if v.digest == digest and v.path.is_dir()]
-            if known:
-                number = known[-1].number
-                verify_version(known[-1])
+            if known := self._known(record, digest, role=None):
+                number = known.number
+                verify_version(known)
                 record.set_tags(number, tags)
             else:
                 number = self._add_version(record, sources, hashes, {**tags, TAG_DIGEST: digest})
             self._check_champion(self._champion(record), expected_champion)  # MLflow's own tools take no lock
             self._promote(record, number, "publish")
+            challenger = self._challenger(record)
+            if challenger is not None and challenger.digest == digest:
+                self._dismiss_challenger(record)
+            return number
+
+    def challenge(self, export_dir: Path, *, files: dict[str, Path], tags: dict[str, str]) -> str:
+        """Copy an export that is not proven into a version that the challenger alias names; returns its number.
+
+        Nothing that serves changes. One that is promoted later becomes another version, with the evidence of that.
+        """
+        sources, hashes, digest = checked_sources(export_dir, files, tags)
+        with self._writing() as record:
+            if known := self._known(record, digest, role=CHALLENGER):
+                number = known.number
+            else:
+                role = {TAG_DIGEST: digest, TAG_ROLE: CHALLENGER}
+                number = self._add_version(record, sources, hashes, {**tags, **role})
+            record.set_alias(CHALLENGER, number)
+            self._links.point(CHALLENGER, number)
             return number
 
     def rollback(self, to: str | int | None = None) -> Version:
@@ -184,6 +202,25 @@ class Registry:
             verify_version(version)
             self._promote(record, target, "rollback")
             return version
+
+    def prune(self, keep: int) -> list[str]:
+        """Delete old versions but the newest `keep`; returns the numbers of those deleted.
+
+        What an alias or a link names always stays, and so does the champion that a rollback would go back to. Repeating
+        it completes one that was interrupted.
+        """
+        if keep < 0:
+            raise ConfigError(f"keep {keep}: expected 0 or more versions")
+        with self._writing() as record:
+            recorded, found = self._versions(record), self._numbered_directories()
+            champions = self._history.pile()[-2:]
+            kept = {*record.aliases().values(), *self._links.numbers(), *champions}
+            kept |= {version.number for version in recorded[len(recorded) - keep :]}
+            doomed = sorted({version.number for version in recorded} | set(found), key=int)
+            doomed = [number for number in doomed if number not in kept]
+            for number in doomed:
+                self._delete(record, number, recorded=any(version.number == number for version in recorded))
+            return doomed
 
     def reconcile(self) -> None:
         """Finish what an interrupted writer left: records, history and link. Every writing call begins with this."""
@@ -221,18 +258,25 @@ class Registry:
 
     def _remove_leftovers(self) -> None:
         # Whoever holds the lock is the only writer: a temporary name belongs to one that was killed.
-        for directory in (self.root, self._versions_directory, self._link.parent, self.directory):
+        for directory in (self.root, self._versions_directory, self._links.directory, self.directory):
             for path in directory.glob(".tmp-*"):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
 
+    def _numbered_directories(self) -> list[str]:
+        return sorted((p.name for p in self._versions_directory.glob("*") if p.name.isdecimal()), key=int)
+
     def _reconcile(self, record: ModelRecord) -> None:
-        numbers = sorted(int(p.name) for p in self._versions_directory.glob("*") if p.name.isdecimal())
-        for number in numbers:
-            if number > record.last_number():  # a lower one without a record was deleted in MLflow on purpose
-                self._record_version(record, str(number))
+        for number in self._numbered_directories():
+            if int(number) > record.last_number():  # a lower one without a record was deleted on purpose
+                self._record_version(record, number)
+        challenger = self._challenger(record)
+        if challenger is None:
+            self._links.remove(CHALLENGER)
+        elif self._links.number(CHALLENGER) != challenger.number:
+            self._links.point(CHALLENGER, challenger.number)
         try:
             champion = self._champion(record)
         except ArtifactError as error:  # raised again for who needs the champion; a rollback must still be possible
@@ -242,9 +286,9 @@ class Registry:
             return
         history = self.history()
         if not history or history[-1]["version"] != champion.number:
-            self._append_history(champion.number, "repair")
-        if self._linked() != champion.number:
-            self._point_link(champion.number)
+            self._history.append(champion.number, "repair")
+        if self._links.number(CHAMPION) != champion.number:
+            self._links.point(CHAMPION, champion.number)
 
     def _versions(self, record: ModelRecord | None) -> list[Version]:
         recorded = record.versions() if record else {}
@@ -272,15 +316,28 @@ class Registry:
             ) from error
         if self._link.is_symlink():
             raise ArtifactError(
-                f"{self._link}: serves version {self._linked()}, but the record names no champion; set it with "
-                f"`specdist registry rollback {self.model_name} --to {self._linked()}`"
+                f"{self._link}: serves version {self._links.number(CHAMPION)}, but the record names no champion; set "
+                f"it with `specdist registry rollback {self.model_name} --to {self._links.number(CHAMPION)}`"
             )
         return None
+
+    def _challenger(self, record: ModelRecord | None) -> Version | None:
+        number = record.aliases().get(CHALLENGER) if record else None
+        return next((v for v in self._versions(record) if v.number == number and v.path.is_dir()), None)
+
+    def _dismiss_challenger(self, record: ModelRecord) -> None:
+        record.delete_alias(CHALLENGER)
+        self._links.remove(CHALLENGER)
+
+    def _known(self, record: ModelRecord, digest: str, role: str | None) -> Version | None:
+        """The newest version of an export, which was put forward in this role."""
+        found = [v for v in self._versions(record) if v.digest == digest and v.tags.get(TAG_ROLE) == role]
+        return next((v for v in reversed(found) if v.path.is_dir()), None)
 
     def _check_champion(self, champion: Version | None, expected: str | int | None) -> None:
         number = champion.number if champion else None
         if number != (None if expected is None else str(expected)):
-            raise ArtifactError(
+            raise StaleBaseline(
                 f"{self.model_name}: champion is {number}, but the gate judged against {expected}; run the gate again"
             )
 
@@ -292,7 +349,7 @@ class Registry:
         temporary = self._versions_directory / f".tmp-{uuid.uuid4().hex[:8]}"
         try:
             copy_files(sources, hashes, temporary)
-            seal(temporary, {"files": hashes, "tags": {**tags, TAG_CREATED: _now()}})
+            seal(temporary, {"files": hashes, "tags": {**tags, TAG_CREATED: now()}})
             os.rename(temporary, self._versions_directory / number)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -309,38 +366,25 @@ class Registry:
 
     def _promote(self, record: ModelRecord, number: str, action: str) -> None:
         record.set_champion(number)  # the commit point
-        self._append_history(number, action)
-        self._point_link(number)
+        self._history.append(number, action)
+        self._links.point(CHAMPION, number)
         _log.info("%s: version %s is champion (%s)", self.model_name, number, action)
 
-    def _append_history(self, number: str, action: str) -> None:
-        entries = [*self.history(), {"time": _now(), "version": number, "action": action}]
-        # Written whole: a kill could cut an appended line.
-        write_text(self._history_file, "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries))
+    def _delete(self, record: ModelRecord, number: str, *, recorded: bool) -> None:
+        """The record first: a directory without one is no version, and the next `prune` finds it."""
+        if recorded:
+            record.delete(number)
+        directory = self._versions_directory / number
+        if directory.is_dir():
+            temporary = directory.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
+            os.rename(directory, temporary)  # at once, so that no part of it is ever found under its number
+            sync_directory(self._versions_directory)
+            shutil.rmtree(temporary)
+        _log.info("%s: version %s deleted", self.model_name, number)
 
     def _previous(self) -> str:
-        """The champion below the present one on the pile: publishing puts one on top, going back takes some off."""
-        pile: list[str] = []
-        for entry in self.history():
-            if entry["action"] != "publish" and entry["version"] in pile:
-                while pile[-1] != entry["version"]:
-                    pile.pop()
-            else:
-                pile.append(entry["version"])
+        """The champion below the present one on the pile."""
+        pile = self._history.pile()
         if len(pile) < 2:
-            raise ArtifactError(f"{self.model_name}: no earlier champion to go back to ({self._history_file})")
+            raise ArtifactError(f"{self.model_name}: no earlier champion to go back to ({self._history.file})")
         return pile[-2]
-
-    def _linked(self) -> str | None:
-        return os.readlink(self._link).rpartition("/")[2] if self._link.is_symlink() else None
-
-    def _point_link(self, number: str) -> None:
-        self._link.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._link.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
-        os.symlink(f"../versions/{number}", temporary)
-        os.replace(temporary, self._link)
-        sync_directory(self._link.parent)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from specdist.errors import ArtifactError, ConfigError
-from specdist.provenance import read_json, sha256_file, sync_directory, write_json
+from specdist.export_record import read_record
+from specdist.provenance import read_json, sha256_file, sha256_json, sync_directory, write_json
 
 MANIFEST = "version.json"
+TAG_DIGEST = "digest"  # of the export: the key that makes publishing idempotent
+TAG_CREATED = "created"
+TAG_ROLE = "role"  # of a version that is not proven: challenger
+TAG_MEAN_ACCEPTED_LENGTH = "mean_accepted_length"  # given by whoever publishes; listed by the command line
 TAG_MANIFEST = "manifest_sha256"
 
 
@@ -26,18 +31,31 @@ class Version:
 def version_sources(export_dir: Path, files: dict[str, Path]) -> dict[str, Path]:
     """Source of each file of a version by its name there. `files` (name: path) lie beside those of the export.
 
-    Raises ArtifactError where a file is missing, the export is empty, or two files would have one name.
+    Raises ArtifactError where a file is missing or two files would have one name.
     """
     if nested := sorted(name for name in files if Path(name).name != name):
         raise ConfigError(f"files {nested}: expected plain file names")
     export = {p.relative_to(export_dir).as_posix(): p for p in sorted(export_dir.rglob("*")) if p.is_file()}
-    if not export:
-        raise ArtifactError(f"{export_dir}: no export here; the stage that writes it has not finished")
     if clash := sorted({*files, MANIFEST} & set(export)) or {MANIFEST} & set(files):
         raise ArtifactError(f"{export_dir}: {clash} would be written twice; rename them in the export")
     if missing := [str(path) for path in files.values() if not path.is_file()]:
         raise ArtifactError(f"{missing}: no such file; the stage that writes it has not finished")
     return {**export, **files}
+
+
+def checked_sources(
+    export_dir: Path, files: dict[str, Path], tags: dict[str, str]
+) -> tuple[dict[str, Path], dict[str, str], str]:
+    """Source and SHA-256 of each file of a version by its name there, and the digest of the export alone.
+
+    A damaged export is refused here, before anything is copied.
+    """
+    if reserved := {TAG_DIGEST, TAG_MANIFEST, TAG_CREATED, TAG_ROLE} & set(tags):
+        raise ConfigError(f"tags {sorted(reserved)}: set by the registry; use other names")
+    read_record(export_dir)
+    sources = version_sources(export_dir, files)
+    hashes = {name: sha256_file(path) for name, path in sources.items()}
+    return sources, hashes, sha256_json({name: value for name, value in hashes.items() if name not in files})
 
 
 def copy_files(sources: dict[str, Path], hashes: dict[str, str], directory: Path) -> None:

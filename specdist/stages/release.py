@@ -6,10 +6,13 @@ from pathlib import Path
 
 from specdist import provenance
 from specdist.demo import DEMO_NAME
+from specdist.errors import ArtifactError, StaleBaseline
 from specdist.evaluation.report import read_report, write_report
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
-from specdist.schema import EvalReport, GateDecision
+from specdist.registry.attempts import count_attempt
+from specdist.registry.version import Version
+from specdist.schema import EvalReport, GateDecision, TargetIdentity
 from specdist.stages.run import Run
 
 logger = logging.getLogger(__name__)
@@ -48,40 +51,85 @@ def _served_before(run: Run, report: EvalReport) -> str | None:
     return None
 
 
-def _judge(run: Run, report: EvalReport) -> GateDecision:
+def export_faults(export: Path, target: TargetIdentity, report: EvalReport) -> list[str]:
+    """What is wrong with the files that would serve: damaged, not those that were measured, or not for `target`."""
+    try:
+        record = read_record(export)
+    except ArtifactError as error:
+        return [str(error)]
+    faults = []
+    if record.drafter_sha256 != report.drafter_sha256:
+        faults.append(f"{export}: not the drafter that was measured ({report.drafter_sha256[:12]}); evaluate it again")
+    if record.target != target or report.target != target:
+        faults.append(f"{export}: made for {record.target.model_id}, which is not the run's target; train again")
+    return faults
+
+
+def _champion_report(version: Version | None) -> tuple[EvalReport | None, str]:
+    """The champion's report, or None and why it cannot be read."""
+    try:
+        return (read_report(version.path) if version else None), ""
+    except ArtifactError as error:
+        return None, str(error)
+
+
+def _judge(run: Run, report: EvalReport, attempts: int) -> GateDecision:
     champion = run.registry.champion()
+    champion_report, fault = _champion_report(champion)
     decision = decide(
         report,
-        read_report(champion.path) if champion else None,
+        champion_report,
         run.policy,
         report_sha256=provenance.sha256_file(run.directory / "report.json"),
         champion_version=champion.number if champion else None,
+        champion_fault=fault,
+        export_faults=export_faults(run.export, run.target.identity, report),
+        attempts=attempts,
     )
     provenance.write_json(run.directory / GATE_FILE, decision.to_json())
     write_report(report, run.directory, decision)
     return decision
 
 
+def _judge_and_publish(run: Run, report: EvalReport) -> tuple[GateDecision, str | None]:
+    """The verdict and, where it is to promote, the number of the version that was published.
+
+    One that is held becomes challenger. Where another champion came to serve in between, the drafter is judged again,
+    against that one.
+    """
+    attempts = count_attempt(
+        run.registry, eval_prompts_sha256=report.eval_prompts_sha256, drafter_sha256=report.drafter_sha256
+    )
+    while True:
+        decision = _judge(run, report, attempts)
+        logger.info("gate\n%s", format_decision(decision))
+        files = {name: run.directory / name for name in ("report.json", "report.html", GATE_FILE)}
+        tags, expected = _tags(run, report, decision), decision.champion_version
+        if decision.verdict == "hold":
+            number = run.registry.challenge(run.export, files=files, tags=tags)
+            logger.info("registry: version %s of %s is challenger", number, run.config.release.model_name)
+        if decision.verdict != "promote":
+            return decision, None
+        try:
+            return decision, run.registry.publish(run.export, files=files, tags=tags, expected_champion=expected)
+        except StaleBaseline as error:
+            logger.warning("%s; judging against that one", error)
+
+
 def release(run: Run, report: EvalReport) -> int:
     """Judge the report, publish the export if it passes, and give the exit status: 0 only for a promoted drafter.
 
-    A drafter that has been champion keeps its verdict and is not published again, whatever serves now. Raises
-    ArtifactError where the champion changes between judgement and publishing: the next start judges anew.
+    A drafter that has been champion keeps its verdict and is not published again, whatever serves now.
     """
     if not run.is_main:
         return 0
     number = _served_before(run, report)
     decision = read_release(run.directory)[1] if number else None
     if decision is None:
-        decision = _judge(run, report)
-    logger.info("gate\n%s", format_decision(decision))
+        decision, number = _judge_and_publish(run, report)
+    else:
+        logger.info("gate\n%s", format_decision(decision))
     if decision.verdict == "promote":
-        if number is None:
-            files = {name: run.directory / name for name in ("report.json", "report.html", GATE_FILE)}
-            tags = _tags(run, report, decision)
-            number = run.registry.publish(
-                run.export, files=files, tags=tags, expected_champion=decision.champion_version
-            )
         champion = run.registry.champion()
         serves = "serves as champion" if champion and champion.number == number else "was champion; another serves now"
         logger.info("registry: version %s of %s %s", number, run.config.release.model_name, serves)

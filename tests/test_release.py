@@ -1,0 +1,141 @@
+"""The end of a run: judged, published, judged again where another champion came first; attempts are counted."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from heads_factory import export_heads, make_heads
+from registry_factory import empty_database
+from report_factory import make_report as make_full_report
+from test_run import begin
+
+from specdist.drafter_config import OWN
+from specdist.evaluation.report import REPORT_FILE, read_report
+from specdist.provenance import write_json
+from specdist.registry.store import Registry
+from specdist.schema import EvalReport
+from specdist.stages.release import read_release, release
+from specdist.stages.run import Run
+
+make_report = partial(make_full_report, gammas=(3,), settings=("greedy",), per_domain=10)
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry" / "mlflow.db").write_bytes(empty_database())
+    run = begin(tmp_path, tiny_target_dir)
+    assert run is not None
+    yield run
+    run.lock.release()
+
+
+def measured(run: Run, strength: float, seed: int = 1) -> EvalReport:
+    """An export of its own in the run's directory, and a report of this strength on it."""
+    record = export_heads(run.target, run.export, make_heads(projection=OWN, seed=seed))
+    report = replace(make_report(strength), target=run.target.identity, drafter_sha256=record.drafter_sha256)
+    write_json(run.directory / REPORT_FILE, report.to_json())
+    return report
+
+
+def publish_rival(run: Run, directory: Path, strength: float) -> None:
+    """What another process publishes in the same registry."""
+    record = export_heads(run.target, directory / "export", make_heads(projection=OWN, seed=99))
+    report = replace(make_report(strength), target=run.target.identity, drafter_sha256=record.drafter_sha256)
+    write_json(directory / REPORT_FILE, report.to_json())
+    (directory / "gate.json").write_text("{}")
+    registry = Registry(run.registry.root, run.registry.model_name)
+    champion = registry.champion()
+    registry.publish(
+        directory / "export",
+        files={name: directory / name for name in ("report.json", "gate.json")},
+        tags={},
+        expected_champion=champion and champion.number,
+    )
+
+
+def test_a_promoted_drafter_serves_and_a_held_one_is_challenger(run: Run) -> None:
+    assert release(run, measured(run, 1.0)) == 0
+    champion = run.registry.champion()
+    assert champion is not None
+    assert (champion.number, run.registry.challenger()) == ("1", None)
+    held = measured(run, 1.0, seed=2)  # the same strength: no difference to be shown
+    assert release(run, held) == 3
+    challenger = run.registry.challenger()
+    assert challenger is not None
+    assert challenger.number == "2"
+    assert read_report(challenger.path) == held
+    assert json.loads((challenger.path / "gate.json").read_text())["verdict"] == "hold"
+    assert run.registry.champion() == champion
+    assert run.registry.champion_path().resolve() == champion.path
+
+
+@pytest.mark.parametrize(("rival", "status"), [(1.05, 0), (1.4, 4)], ids=["a weaker one", "a better one"])
+def test_a_drafter_is_judged_again_where_another_one_came_first(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rival: float, status: int
+) -> None:
+    report, publish, came = measured(run, 1.2), Registry.publish, []
+
+    def publish_after_the_rival(registry: Registry, *args: object, **kwargs: object) -> str:
+        if not came:
+            came.append(rival)
+            publish_rival(run, tmp_path / "rival", rival)
+        return publish(registry, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Registry, "publish", publish_after_the_rival)
+    assert release(run, report) == status
+    _, decision = read_release(run.directory)
+    assert decision is not None
+    assert decision.champion_version == "1"
+    champion = run.registry.champion()
+    assert champion is not None
+    assert champion.number == ("2" if status == 0 else "1")
+    assert [entry["version"] for entry in run.registry.history()] == (["1", "2"] if status == 0 else ["1"])
+
+
+def test_every_drafter_on_the_evaluation_prompts_is_counted_once(run: Run) -> None:
+    counts = []
+    for seed in (1, 1, 2):
+        report = measured(run, 0.9 if seed > 1 else 1.0, seed=seed)
+        release(run, report)
+        _, decision = read_release(run.directory)
+        assert decision is not None
+        counts += [c.observed for c in decision.checks if c.name == "evaluation_attempts"]
+    assert counts == [1, 1, 2]
+    other = replace(measured(run, 0.9, seed=4), eval_prompts_sha256="0" * 64)
+    write_json(run.directory / REPORT_FILE, other.to_json())
+    release(run, other)
+    _, decision = read_release(run.directory)
+    assert decision is not None
+    assert "hold" in decision.verdict
+    lines = (run.registry.directory / "attempts.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+
+
+def test_x1_a_damaged_export_is_rejected_and_not_published(run: Run) -> None:
+    report = measured(run, 1.0)
+    weights = next(run.export.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert release(run, report) == 4
+    _, decision = read_release(run.directory)
+    assert decision is not None
+    assert decision.reason.startswith("export: ")
+    assert "truncated" in decision.reason
+    assert run.registry.champion() is None
+
+
+def test_g6_a_champion_whose_report_is_damaged_holds_the_next(run: Run) -> None:
+    assert release(run, measured(run, 1.0)) == 0
+    champion = run.registry.champion()
+    assert champion is not None
+    file = champion.path / "report.json"
+    file.chmod(0o644)
+    file.write_text(file.read_text().replace('"num_training_rows"', '"rows"'))
+    assert release(run, measured(run, 1.3, seed=2)) == 3
+    _, decision = read_release(run.directory)
+    assert decision is not None
+    assert "unknown keys ['rows']" in decision.reason
+    assert run.registry.champion() == champion
