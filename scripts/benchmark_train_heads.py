@@ -3,15 +3,16 @@
     plain                   documents padded to the maximum length; the target runs on everything; each head has a
                             projection of its own, all heads' logits are stacked at all positions in fp32, then a
                             cross-entropy per head with labels shifted by 2 + i; the sum of decay^i times its mean
+    plain, autocast         the same with its products in bfloat16, as ours are; not with --dtype float32
     liger                   the same with Liger's fused linear cross-entropy per head; on CUDA alone
     own, low_rank, shared   ours, by the head's projection: HeadsTrainer's whole steps with its batches of like lengths
     …, cached states        ours, with the target's states read from disk; making them, once, is not timed
     target's pass alone     what of ours is the target's, without any heads: no form whose target runs can be faster
 
 All learn the same documents: random tokens with the lengths of rendered dialogues. Each way has the number of documents
-per batch that suits it, since what counts is time per supervised token (of the answers, counted alike for all); target
-and autocast have the same dtype, heads are in fp32, and AdamW is torch's fused one, for all. Each way has a process of
-its own; they take turns, and the best round counts. Memory is the highest peak of a step beyond what exists before it:
+per batch that suits it, since what counts is time per supervised token (of the answers, counted alike for all). The
+target is in --dtype, heads are in fp32, and AdamW is torch's fused one, for all; products are in --dtype, of plain in
+fp32. Each way has a process of its own; they take turns, and the best round counts. Memory is the highest peak of a step beyond what exists before it:
 heads, target and AdamW's moments.
 
 First the losses and gradients of plain and own are compared in fp32; the exit status is 1, and nothing is measured,
@@ -53,7 +54,8 @@ from specdist.training.batches import padded
 from specdist.training.heads import HeadsCollator, HeadsTrainer, heads_trainer
 from specdist.training.target_output import TargetOutput
 
-PLAIN, LIGER, OWN_CACHED, CACHED = "plain", "liger", "own, cached states", "shared, cached states"
+PLAIN, PLAIN_CAST, LIGER = "plain", "plain, autocast", "liger"
+OWN_CACHED, CACHED = "own, cached states", "shared, cached states"
 TARGET_ALONE = "target's pass alone"
 OURS = {OWN: OWN, LOW_RANK: LOW_RANK, SHARED: SHARED, OWN_CACHED: OWN, CACHED: SHARED}  # the projection of each way
 DEFAULTS = HeadsArguments()
@@ -177,7 +179,7 @@ def train_plainly(way: str, num_heads: int, args: argparse.Namespace, target: Ta
     for batch in plain_batches(rows[: args.plain_rows] + rows, args.plain_rows, args.max_length):
         meter.on_step_begin(None, None, None)
         hidden = plain_states(model, batch)
-        with torch.autocast(device(), torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        with torch.autocast(device(), torch.bfloat16, enabled=args.dtype == "bfloat16" and way != PLAIN):
             sums = head_sums(heads, hidden, batch["labels"])
         loss = sum(DECAY**i * total / count.clamp(min=1) for i, (total, count) in enumerate(sums))
         loss.backward()
@@ -242,7 +244,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 def train(way: str, num_heads: int, args: argparse.Namespace, meter: TrainerCallback) -> None:
     """Train fresh heads in one way: a step that warms up, then one pass over all documents."""
     target = open_target(args.target)
-    if way in (PLAIN, LIGER):
+    if way in (PLAIN, PLAIN_CAST, LIGER):
         return train_plainly(way, num_heads, args, target, meter)
     rows = documents(args, target)
     trainer = make_trainer(
@@ -362,9 +364,9 @@ def run(args: argparse.Namespace) -> bool:
     """Check that plain and own are the same step, then measure at each number of heads."""
     if not all([check(num_heads, args) for num_heads in args.heads]):
         return False
-    ways = [PLAIN, *OURS, TARGET_ALONE]
+    ways = [PLAIN, *([PLAIN_CAST] if args.dtype == "bfloat16" else []), *OURS, TARGET_ALONE]
     if device() == "cuda" and find_spec("liger_kernel"):
-        ways.insert(1, LIGER)
+        ways.insert(ways.index(OWN), LIGER)
     elif device() == "cuda":
         print("liger is left out: liger_kernel is not installed")
     rows = documents(args, open_target(args.target))
