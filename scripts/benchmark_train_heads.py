@@ -12,8 +12,8 @@
 All learn the same documents: random tokens with the lengths of rendered dialogues. Each way has the number of documents
 per batch that suits it, since what counts is time per supervised token (of the answers, counted alike for all). The
 target is in --dtype, heads are in fp32, and AdamW is torch's fused one, for all; products are in --dtype, of plain in
-fp32. Each way has a process of its own; they take turns, and the best round counts. Memory is the highest peak of a step beyond what exists before it:
-heads, target and AdamW's moments.
+fp32. Each way has a process of its own; they take turns, and the best round counts. Memory is the highest peak of a
+step beyond what exists before it: heads, target and AdamW's moments.
 
 First the losses and gradients of plain and own are compared in fp32; the exit status is 1, and nothing is measured,
 where they differ. It is 1 too where a requirement (at 4 heads) does not hold.
