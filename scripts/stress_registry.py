@@ -42,7 +42,7 @@ from specdist.schema import TargetIdentity
 MODEL = "stress-draft"
 KINDS = ("kill at an event", "kill at a time", "failed rename", "full disk", "locked database")
 _WATCHED = ("open", "os.", "shutil.", "sqlite3.")  # audit events at which a process may be killed
-_LOCKED_SECONDS = (0.3, 1.0, 7.0)  # sqlite waits 5 s for another connection
+_LOCKED_SECONDS = (0.2, 0.5, 1.0, 2.0, 25.0)  # MLflow waits 20 s for another connection
 _SECONDS = 180  # the longest that one operation may take
 _ENDS = {0: "succeeded", 2: "gave a reason", -signal.SIGKILL: "were killed"}
 _GROUP = multiprocessing.get_context("fork")  # MLflow's import takes a second: once, before the fork
