@@ -42,7 +42,7 @@ from specdist.schema import TargetIdentity
 MODEL = "stress-draft"
 KINDS = ("kill at an event", "kill at a time", "failed rename", "full disk", "locked database")
 _WATCHED = ("open", "os.", "shutil.", "sqlite3.")  # audit events at which a process may be killed
-_LOCKED_SECONDS = (0.3, 1.0, 7.0)  # sqlite waits 5 s for another connection
+_LOCKED_SECONDS = (0.2, 0.5, 1.0, 2.0, 25.0)  # MLflow waits 20 s for another connection
 _SECONDS = 180  # the longest that one operation may take
 _ENDS = {0: "succeeded", 2: "gave a reason", -signal.SIGKILL: "were killed"}
 _GROUP = multiprocessing.get_context("fork")  # MLflow's import takes a second: once, before the fork
@@ -291,26 +291,29 @@ def inject(count: int, seed: int, directory: Path) -> Tally:
 # Races
 
 
-def race(processes: int, rounds: int, directory: Path) -> list[str]:
-    """Processes promote at once, each a drafter of its own quality, and only where it is better; what did not hold."""
-    registry, failures = Registry(directory / "registry", MODEL), []
+def race(processes: int, rounds: int, directory: Path) -> tuple[list[str], int]:
+    """Processes promote at once, each a drafter of its own quality, and only where it is better.
+
+    Returns what did not hold, and how many had to judge again because another one came first.
+    """
+    registry, failures, stale = Registry(directory / "registry", MODEL), [], _GROUP.Value("i", 0)
     publish(registry, make_export(directory, "first", 0), None)
     for number in range(rounds):
         qualities = random.Random(number).sample(range(100 * number + 1, 100 * number + 100), processes)
         exports = [make_export(directory, f"round-{number}-{i}", quality) for i, quality in enumerate(qualities)]
         before = len(registry.history())
         barrier = _GROUP.Barrier(processes)
-        started = [_GROUP.Process(target=_compete, args=(registry, export, barrier)) for export in exports]
+        started = [_GROUP.Process(target=_compete, args=(registry, export, barrier, stale)) for export in exports]
         for process in started:
             process.start()
         for process in started:
             process.join(300)
         failures += [f"round {number}: a process exited {p.exitcode}" for p in started if p.exitcode != 0]
         failures += _race_faults(registry, number, max(qualities), before)
-    return failures
+    return failures, stale.value
 
 
-def _compete(registry: Registry, export: Path, barrier: Barrier) -> None:
+def _compete(registry: Registry, export: Path, barrier: Barrier, stale: "Synchronized[int]") -> None:
     """Judge against the champion and promote where better; judge again where another one came first."""
     barrier.wait()
     while True:
@@ -320,6 +323,8 @@ def _compete(registry: Registry, export: Path, barrier: Barrier) -> None:
         try:
             publish(registry, export, champion.number if champion else None)
         except StaleBaseline:
+            with stale.get_lock():
+                stale.value += 1
             continue
         return
 
@@ -355,11 +360,11 @@ def main() -> int:
             tally = inject(arguments.count, arguments.seed, Path(directory))
             failed, lines = bool(tally.failures), tally.lines()
         else:
-            faults = race(arguments.processes, arguments.rounds, Path(directory))
+            faults, stale = race(arguments.processes, arguments.rounds, Path(directory))
             failed = bool(faults)
             lines = [f"NOT HELD: {fault}" for fault in faults] or [
                 f"held: {arguments.processes} processes at once, {arguments.rounds} rounds: versions distinct, "
-                "the best is champion, each was better than the one before, none lost"
+                f"the best is champion, each was better than the one before, none lost; {stale} judged again"
             ]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return int(failed)

@@ -23,7 +23,7 @@ from registry_factory import (  # noqa: F401
 
 from specdist.errors import ArtifactError
 from specdist.registry import store
-from specdist.registry.mlflow import open_record
+from specdist.registry.mlflow import open_record, remedy
 from specdist.registry.store import Registry, check_writable
 
 # ruff: noqa: F811  (fixtures are arguments of the names that are imported)
@@ -229,3 +229,16 @@ def test_a_database_that_is_none_is_reported_at_once(registry: Registry) -> None
     (registry.root / "mlflow.db").write_bytes(b"SQLite format 3\x00" + b"broken" * 200)
     with pytest.raises(ArtifactError, match=r"mlflow\.db: the record failed"):
         registry.champion()
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("(sqlite3.OperationalError) database is locked", "another program holds it"),
+        ("(sqlite3.OperationalError) disk I/O error", "free space"),
+        ("(sqlite3.OperationalError) database or disk is full", "free space"),
+        ("Detected out-of-date database schema", "mlflow db upgrade"),
+    ],
+)
+def test_an_error_of_the_record_says_what_to_do(reason: str, words: str) -> None:
+    assert words in remedy(Path("mlflow.db"), reason)

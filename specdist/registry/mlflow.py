@@ -179,7 +179,14 @@ def open_record(database: Path, model_name: str) -> Iterator[ModelRecord]:
         finally:
             store.engine.dispose()
     except (MlflowException, SQLAlchemyError) as error:
-        raise ArtifactError(
-            f"{database}: the record failed: {str(error).splitlines()[0]}; where MLflow is newer than the database, "
-            f"run `mlflow db upgrade sqlite:///{database}`"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise ArtifactError(f"{database}: the record failed: {reason}; {remedy(database, reason)}") from error
+
+
+def remedy(database: Path, reason: str) -> str:
+    """What to do about an error of the record, by what the database says."""
+    if "locked" in reason:
+        return "another program holds it: wait for that to end, then repeat"
+    if "disk" in reason:  # "disk I/O error", "database or disk is full"
+        return "free space on that disk, then repeat"
+    return f"where MLflow is newer than the database, run `mlflow db upgrade sqlite:///{database}`"
