@@ -1,8 +1,9 @@
-"""Train draft heads (Medusa, Hydra) on a frozen target: data → training → acceptance of checkpoints → gate → registry.
+"""Train draft heads (Medusa, Hydra) on a target: data → training → acceptance of checkpoints → gate → registry.
 
     accelerate launch recipes/train_medusa.py [--config recipes/configs/<target>/medusa.yaml] [--key value …]
 
-Without arguments it makes the demo's heads. A finished stage is skipped, an interrupted one continues.
+Without arguments it makes the demo's heads. The target is frozen, or learns with heads that were trained before
+(target_lora_rank: Medusa-2). A finished stage is skipped, an interrupted one continues.
 Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
 """
 
@@ -15,6 +16,7 @@ from transformers import TrainingArguments
 
 from specdist.config import RecipeConfig
 from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
+from specdist.drafters.adapted_target import ADAPTER_DIRECTORY, adapters_size
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_drafter import HeadsDrafter
 from specdist.drafters.heads_file import heads_file, load_heads
@@ -24,14 +26,14 @@ from specdist.export.medusa import export_medusa
 from specdist.schema_heads import HeadsReport
 from specdist.stages.arguments import parse
 from specdist.stages.assess import Loader, assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
+from specdist.stages.changed_target import changed_target, starting_heads
 from specdist.stages.data import evaluation_data, training_data
-from specdist.stages.distillation import heads_lesson
+from specdist.stages.distillation import heads_lesson, lesson_trainer
 from specdist.stages.release import release
 from specdist.stages.run import Run, dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
-from specdist.training.heads import heads_trainer
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/medusa.yaml"
 
@@ -65,6 +67,7 @@ def heads_loader(run: Run, eval_ends: Callable[[], TargetEnds]) -> Loader:
         heads=report,
         scorer=lambda path: HeadsScorer(HeadsOnTarget(read_heads(path, run), eval_ends())),
         drafter=lambda path, target: HeadsDrafter(HeadsOnTarget(read_heads(path, run), TargetEnds.of(target))),
+        changed_target=(lambda path: changed_target(run, path)) if run.config.model.changes_target else None,
     )
 
 
@@ -73,9 +76,12 @@ def main() -> int:
     arguments, evaluation = config.model, config.evaluation
 
     def check(target: Target) -> int:
-        check_heads(arguments, evaluation, config.objective)
+        check_heads(arguments, evaluation, config.objective, config.target)
+        if arguments.init_heads:
+            starting_heads(arguments.init_heads, heads_shape(arguments, target), target)
         with torch.device("meta"):
-            return 4 * sum(p.numel() for p in DraftHeads(heads_shape(arguments, target)).parameters())
+            heads = DraftHeads(heads_shape(arguments, target))
+        return 4 * (sum(p.numel() for p in heads.parameters()) + adapters_size(target, arguments))
 
     run = start(config, arguments.head_kind, check=check)
     if run is None:
@@ -84,7 +90,10 @@ def main() -> int:
     eval_ends = cache(lambda: TargetEnds.of(run.target_model(config.target.eval_dtype)))
 
     def new_heads() -> DraftHeads:
-        heads = DraftHeads(heads_shape(arguments, run.target))
+        shape = heads_shape(arguments, run.target)
+        if arguments.init_heads:
+            return starting_heads(arguments.init_heads, shape, run.target)
+        heads = DraftHeads(shape)
         heads.copy_projection(eval_ends().projection.weight)
         return heads
 
@@ -101,15 +110,7 @@ def main() -> int:
     lesson = cache(lambda: heads_lesson(run, data, max_length=max_length, packed=packed))
     train(
         run,
-        lambda training_arguments: heads_trainer(
-            new_heads(),
-            lesson().collator,
-            training_arguments,
-            objective=lesson().objective,
-            target=lesson().target,
-            decay=arguments.head_loss_decay,
-            pack_tokens=arguments.pack_tokens or None,
-        ),
+        lambda training: lesson_trainer(run, new_heads(), lesson(), training),
         checkpoint_metrics(run, loader, eval_sets),
     )
     best, points = best_checkpoint(run)
@@ -123,6 +124,7 @@ def main() -> int:
             dtype=dtype_of(config.target.target_dtype),
             num_speculative_tokens=evaluation.num_speculative_tokens,
             checkpoint_step=checkpoint_step(best),
+            adapter=best / ADAPTER_DIRECTORY if arguments.changes_target else None,
         )
     run.state.wait_for_everyone()
     return release(run, assess_export(run, loader, eval_sets, points, data.manifest))

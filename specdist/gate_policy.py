@@ -23,6 +23,7 @@ class GatePolicy:
     min_domain_prompts: int = 10
     required_certifications: tuple[str, ...] = ("greedy",)
     min_speedup: float | None = None
+    max_perplexity_increase: float | None = 0.02
 
     def __post_init__(self) -> None:
         limits = {
@@ -34,10 +35,11 @@ class GatePolicy:
             "domain_margin": (0, 1),
             "min_domain_prompts": (2, math.inf),
             "min_speedup": (0, math.inf),
+            "max_perplexity_increase": (0, math.inf),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is None and name == "min_speedup":
+            if value is None and name in ("min_speedup", "max_perplexity_increase"):
                 continue
             kind = (int,) if name in ("min_prompts", "seed", "min_domain_prompts") else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):

@@ -79,7 +79,8 @@ def check_read_back(directory: Path, expected: Mapping[str, Tensor]) -> None:
 
 def write_record(directory: Path, record: ExportRecord) -> ExportRecord:
     """Hash the files of a finished export and write `export.json`; returns the completed record."""
-    files = {p.name: provenance.sha256_file(p) for p in sorted(directory.iterdir()) if p.name != EXPORT_FILE}
+    paths = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
+    files = {name: provenance.sha256_file(path) for name, path in paths.items() if name != EXPORT_FILE}
     complete = ExportRecord(**{**vars(record), "files": files, "drafter_sha256": provenance.sha256_json(files)})
     provenance.write_json(directory / EXPORT_FILE, complete.to_json())
     return complete

@@ -1,5 +1,7 @@
 """Owns training draft heads on the frozen target (Medusa-1): the batches, what each head must predict, the trainer.
 
+Heads and target together (Medusa-2) are trained in medusa2.py, with the same batches.
+
 Shapes: B rows, T tokens, S supervised tokens of a batch in row order, H heads, D hidden size, V vocabulary.
 
 Row u of a batch stands for one token that the target wrote: its id, and the target's state that produced it. Head i
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -87,6 +90,49 @@ def head_rows(labels: Tensor, completion_index: Tensor, num_heads: int) -> tuple
     return torch.where(completion_index >= back, labels, IGNORED), rows.clamp(min=0)
 
 
+def following_embeddings(embed: torch.nn.Module | None, labels: Tensor, num_heads: int) -> Tensor:
+    """The target's embeddings of each row's token and the H − 1 after it, which Hydra heads see: [S, H, D].
+
+    Raises ConfigError without `embed`.
+    """
+    if embed is None:
+        raise ConfigError("hydra heads see the target's token embeddings: give them")
+    following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(num_heads, device=labels.device)
+    with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
+        return embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
+
+
+def global_mean(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, processes: int) -> Tensor:
+    """`total` over the supervised tokens of all processes and accumulation steps, where the trainer counted them."""
+    if num_items_in_batch is None:
+        return total / max(1, len(labels))
+    # The count covers all processes, over which DDP averages the gradients
+    return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * processes
+
+
+class LossLog:
+    """The mean objective of each of N named projections, since it was last told."""
+
+    def __init__(self, names: Sequence[str], objective: Objective, device: torch.device) -> None:
+        self.names = names
+        self.weights = torch.tensor(list(objective.weights.values()), device=device)  # [terms]
+        self.sums = torch.zeros(len(names), len(self.weights), device=device)  # [N, terms]
+        self.counts = torch.zeros(len(names), device=device)  # [N]
+
+    def add(self, sums: Tensor, labels: Tensor) -> None:
+        """Sums of the losses [N, terms] over the labels [N, S] that are not IGNORED."""
+        self.sums += sums
+        self.counts += (labels != IGNORED).sum(dim=1)
+
+    def tell(self, accelerator: Accelerator) -> dict[str, float]:
+        """The means over all processes by name, and begin anew. One without a label has none."""
+        means = accelerator.reduce(self.sums) @ self.weights / accelerator.reduce(self.counts)
+        self.sums.zero_()
+        self.counts.zero_()
+        # NaN where there was no label: nothing to report
+        return {n: round(mean, 4) for n, mean in zip(self.names, means.tolist(), strict=True) if mean == mean}
+
+
 class HeadsTrainer(Trainer):
     """Trains the heads alone: the target is no part of the trained module, nor of its DDP wrap."""
 
@@ -98,24 +144,11 @@ class HeadsTrainer(Trainer):
         self.objective: Objective = objective
         self.target = target
         self.shape = heads.shape
-        if self.shape.kind == HYDRA and target.embed is None:
-            raise ConfigError("hydra heads see the target's token embeddings: give them")
         self.head_weights = [decay**i for i in range(heads.num_heads)]
-        self._sums = torch.zeros(heads.num_heads, len(objective.weights), device=self.args.device)
-        self._counts = torch.zeros(heads.num_heads, device=self.args.device)
+        self.losses = LossLog([f"head_{i}_loss" for i in range(heads.num_heads)], objective, self.args.device)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
-
-    def _embeddings(self, labels: Tensor) -> Tensor | None:
-        """The target's embeddings of each row's token and the H − 1 after it: [S, H, D]. None for Medusa heads."""
-        if self.target.embed is None or self.shape.kind != HYDRA:
-            return None
-        following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(
-            self.shape.num_heads, device=labels.device
-        )
-        with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
-            return self.target.embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
 
     def compute_loss(
         self,
@@ -129,7 +162,9 @@ class HeadsTrainer(Trainer):
         tokens = inputs["labels"]
         labels, rows = head_rows(tokens, inputs["completion_index"], self.shape.num_heads)  # [H, S] each
         states = self.target.states(inputs, inputs.get("positions", tokens))
-        features = model(states.float(), self._embeddings(tokens))  # H times [S, D]
+        hydra = self.shape.kind == HYDRA
+        embeddings = following_embeddings(self.target.embed, tokens, self.shape.num_heads) if hydra else None
+        features = model(states.float(), embeddings)  # H times [S, D]
         heads = self.accelerator.unwrap_model(model)
         projections = [heads.projection(i, self.target.projection) for i in range(heads.num_heads)]
         distributions: TargetDistributions | None = None
@@ -145,22 +180,13 @@ class HeadsTrainer(Trainer):
                 counted=labels != IGNORED,
                 head_weights=self.head_weights,
             )
-        self._sums += sums
-        self._counts += (labels != IGNORED).sum(dim=1)
-        if num_items_in_batch is None:
-            return total / max(1, len(tokens))
-        # The count covers all processes, over which DDP averages the gradients
-        return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
+        self.losses.add(sums, labels)
+        return global_mean(total, tokens, num_items_in_batch, self.accelerator.num_processes)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each head's own mean of the objective since the last log."""
         if "loss" in logs:
-            weights = torch.tensor(list(self.objective.weights.values()), device=self._sums.device)
-            sums, counts = self.accelerator.reduce(self._sums) @ weights, self.accelerator.reduce(self._counts)
-            means = (sums / counts).tolist()  # NaN where a head had no label: nothing to report
-            logs.update({f"head_{i}_loss": round(mean, 4) for i, mean in enumerate(means) if mean == mean})
-            self._sums.zero_()
-            self._counts.zero_()
+            logs.update(self.losses.tell(self.accelerator))
         super().log(logs, start_time)
 
 
