@@ -1,8 +1,9 @@
-"""Train draft heads (Medusa, Hydra) on a frozen target: data → training → acceptance of checkpoints → gate → registry.
+"""Train draft heads (Medusa, Hydra) on a target: data → training → acceptance of checkpoints → gate → registry.
 
     accelerate launch recipes/train_medusa.py [--config recipes/configs/<target>/medusa.yaml] [--key value …]
 
-Without arguments it makes the demo's heads. A finished stage is skipped, an interrupted one continues.
+Without arguments it makes the demo's heads. The target is frozen, or learns with heads that were trained before
+(target_lora_rank: Medusa-2). A finished stage is skipped, an interrupted one continues.
 Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
 """
 
@@ -13,20 +14,21 @@ from transformers import TrainingArguments
 
 from specdist.config import RecipeConfig
 from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
+from specdist.drafters.adapted_target import ADAPTER_DIRECTORY, adapters_size
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.evaluation.acceptance import HeadsScorer
 from specdist.export.medusa import export_medusa
 from specdist.stages.arguments import parse
 from specdist.stages.assess import assess_export, best_checkpoint, checkpoint_metrics, primary_acceptance
+from specdist.stages.changed_target import starting_heads
 from specdist.stages.data import evaluation_data, training_data
-from specdist.stages.distillation import heads_lesson
+from specdist.stages.distillation import heads_lesson, lesson_trainer
 from specdist.stages.heads import heads_loader, measured_heads, read_heads
 from specdist.stages.release import release
 from specdist.stages.run import dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
-from specdist.training.heads import heads_trainer
 from specdist.tree import DraftTree
 
 DEMO_CONFIG = "recipes/configs/smollm2-135m/medusa.yaml"
@@ -50,9 +52,12 @@ def main() -> int:
     arguments = config.model
 
     def check(target: Target) -> int:
-        check_heads(arguments, config.evaluation, config.objective)
+        check_heads(arguments, config.evaluation, config.objective, config.target)
+        if arguments.init_heads:
+            starting_heads(arguments.init_heads, heads_shape(arguments, target), target)
         with torch.device("meta"):
-            return 4 * sum(p.numel() for p in DraftHeads(heads_shape(arguments, target)).parameters())
+            heads = DraftHeads(heads_shape(arguments, target))
+        return 4 * (sum(p.numel() for p in heads.parameters()) + adapters_size(target, arguments))
 
     run = start(config, arguments.head_kind, check=check)
     if run is None:
@@ -61,7 +66,10 @@ def main() -> int:
     eval_ends = cache(lambda: TargetEnds.of(run.target_model(config.target.eval_dtype)))
 
     def new_heads() -> DraftHeads:
-        heads = DraftHeads(heads_shape(arguments, run.target))
+        shape = heads_shape(arguments, run.target)
+        if arguments.init_heads:
+            return starting_heads(arguments.init_heads, shape, run.target)
+        heads = DraftHeads(shape)
         heads.copy_projection(eval_ends().projection.weight)
         return heads
 
@@ -77,15 +85,7 @@ def main() -> int:
     lesson = cache(lambda: heads_lesson(run, data, max_length=max_length, packed=packed))
     train(
         run,
-        lambda training_arguments: heads_trainer(
-            new_heads(),
-            lesson().collator,
-            training_arguments,
-            objective=lesson().objective,
-            target=lesson().target,
-            decay=arguments.head_loss_decay,
-            pack_tokens=arguments.pack_tokens or None,
-        ),
+        lambda training: lesson_trainer(run, new_heads(), lesson(), training),
         checkpoint_metrics(run, loader, eval_sets),
     )
     best, points = best_checkpoint(run)
@@ -102,6 +102,7 @@ def main() -> int:
             num_speculative_tokens=heads.chain_length,
             checkpoint_step=checkpoint_step(best),
             draft_tree=DraftTree.of(tree.paths, arguments.medusa_num_heads) if tree else None,
+            adapter=best / ADAPTER_DIRECTORY if arguments.changes_target else None,
         )
     run.state.wait_for_everyone()
     return release(run, assess_export(run, loader, eval_sets, points, data.manifest, heads))

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, PromptCounts
+from specdist.metrics import perplexity_ratio
+from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, PromptCounts, TargetQuality
 from specdist.schema_heads import HeadsReport
 
 
@@ -30,7 +31,9 @@ def count_faults(report: EvalReport) -> list[str]:
         owner = "untrained" if result is report.untrained else result.setting
         faults += (f"{owner} γ={result.num_speculative_tokens}: {fault}" for fault in _result_faults(result))
     faults += _missing_measurements(report)
-    return faults if report.heads is None else [*faults, *_heads_faults(report.heads)]
+    faults += _heads_faults(report.heads) if report.heads else []
+    faults += _quality_faults(report.quality) if report.quality else []
+    return faults
 
 
 def measured_at(result: AcceptanceResult) -> tuple[str, float, str, int]:
@@ -76,6 +79,18 @@ def _heads_faults(heads: HeadsReport) -> Iterator[str]:
             yield f"heads: the predicted speed of the {name} differs from its τ and costs"
     if ("chain", heads.chain_length) not in lengths:
         yield f"heads: chain_length {heads.chain_length}, but no such chain was measured"
+
+
+def _quality_faults(quality: TargetQuality) -> Iterator[str]:
+    answers = quality.answers
+    if not answers or min(a.num_tokens for a in answers) < 1:
+        yield "quality: no answers, or one of no tokens"
+    elif len({a.prompt_id for a in answers}) != len(answers):
+        yield "quality: a prompt is counted twice"
+    elif not math.isclose(perplexity_ratio(answers), quality.perplexity_ratio, rel_tol=1e-6):
+        yield "quality: the perplexity ratio differs from the answers' likelihoods"
+    if not 0 <= quality.num_identical <= quality.num_greedy:
+        yield f"quality: {quality.num_identical} of {quality.num_greedy} greedy answers are the same"
 
 
 def _result_faults(result: AcceptanceResult) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from specdist.config import EvaluationArguments, check_choice, check_range
+from specdist.config import EvaluationArguments, TargetArguments, check_choice, check_range
 from specdist.errors import ConfigError
 from specdist.objective import ObjectiveArguments
 
@@ -99,6 +99,29 @@ class HeadsArguments:
     head_loss_decay: float = field(
         default=0.8, metadata={"help": "Head i weighs decay^i in the loss (Cai et al. 2024, eq. 1)."}
     )
+    init_heads: str | None = field(
+        default=None,
+        metadata={"help": "Start from the heads of this export, run or registry version, in place of untrained ones."},
+    )
+    target_lora_rank: int = field(
+        default=0,
+        metadata={"help": "Medusa-2: train low-rank adapters of this rank on the target with the heads; 0 leaves it."},
+    )
+    target_lora_alpha: int = field(
+        default=32, metadata={"help": "The target's adapters are scaled by target_lora_alpha / target_lora_rank."}
+    )
+    target_learning_rate: float = field(
+        default=1e-4, metadata={"help": "Of the target's adapters; the heads have learning_rate."}
+    )
+    target_loss_weight: float = field(
+        default=5.0,
+        metadata={"help": "Weight of the target's own next token beside the heads' losses (1/λ0 of Cai et al. 2024)."},
+    )
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether the target learns as well (Medusa-2), so that the drafter is not lossless."""
+        return self.target_lora_rank > 0
 
     def __post_init__(self) -> None:
         check_choice("head_kind", self.head_kind, HEAD_KINDS)
@@ -108,10 +131,41 @@ class HeadsArguments:
         check_range("heads", "medusa_num_heads", self.medusa_num_heads, 1, 16)
         check_range("heads", "medusa_num_layers", self.medusa_num_layers, 1, 8)
         check_range("heads", "head_loss_decay", self.head_loss_decay, 0.01, 1.0)
+        check_range("heads", "target_lora_rank", self.target_lora_rank, 0, 65_536)
+        check_range("heads", "target_lora_alpha", self.target_lora_alpha, 1, 1_000_000)
+        check_range("heads", "target_learning_rate", self.target_learning_rate, 0.0, 1.0)
+        check_range("heads", "target_loss_weight", self.target_loss_weight, 0.0, 1e6)
 
 
-def check_heads(heads: HeadsArguments, evaluation: EvaluationArguments, objective: ObjectiveArguments) -> None:
+def _check_changed_target(heads: HeadsArguments, objective: ObjectiveArguments, target: TargetArguments | None) -> None:
+    """Raise ConfigError on what cannot be while the target learns."""
+    asked = f"target_lora_rank {heads.target_lora_rank}"
+    if heads.init_heads is None:
+        raise ConfigError(
+            f"{asked} without init_heads: untrained heads would pull the target away from what it says; train heads "
+            "with target_lora_rank 0 first, and name that run in init_heads"
+        )
+    if objective.cache_target_states:
+        raise ConfigError(
+            f"{asked} with cache_target_states: the target's states change at every step; set "
+            "cache_target_states: false, so that it runs"
+        )
+    if heads.shard_target or (target is not None and target.target_device_map):
+        raise ConfigError(
+            f"{asked} with shard_target or target_device_map: adapters are trained on a target that is whole on each "
+            "device; leave one out"
+        )
+
+
+def check_heads(
+    heads: HeadsArguments,
+    evaluation: EvaluationArguments,
+    objective: ObjectiveArguments,
+    target: TargetArguments | None = None,
+) -> None:
     """Raise ConfigError where the judged draft length exceeds the heads, and on what heads cannot learn by."""
+    if heads.changes_target:
+        _check_changed_target(heads, objective, target)
     if heads.shard_target and objective.cache_target_states:
         raise ConfigError(
             "shard_target with cache_target_states: the processes would wait for each other while they store states; "

@@ -14,7 +14,8 @@ from specdist.consistency import count_faults, non_finite_numbers
 from specdist.errors import ArtifactError
 from specdist.gate_check import SHOWN, make_check, some
 from specdist.gate_policy import GatePolicy, load_policy
-from specdist.gate_statistics import champion_checks, other_checks, statistical_checks
+from specdist.gate_statistics import bounds, champion_checks, other_checks, statistical_checks
+from specdist.metrics import bootstrap_perplexity_ratios
 from specdist.schema import Certification, EvalReport, GateCheck, GateDecision
 
 __all__ = ["EXIT_CODES", "GatePolicy", "decide", "exit_code", "format_decision", "load_policy"]
@@ -22,7 +23,10 @@ __all__ = ["EXIT_CODES", "GatePolicy", "decide", "exit_code", "format_decision",
 EXIT_CODES = {"promote": 0, "hold": 3, "reject": 4}
 _ZERO_ACCEPTANCE_DRAFTS = 100  # fewer drafted tokens may miss by chance; the floor judges those
 _SOUND = {"finite_numbers", "counts_consistent"}  # without these there is nothing to compare
-_FOOTNOTE = "Where an interval is given in brackets, `observed` is its low end: that is what has to exceed `required`."
+_FOOTNOTE = (
+    "Where an interval is given in brackets, `observed` is its low end: that is what has to exceed `required`. Of "
+    "task_quality it is the high end, which must not."
+)
 
 
 def decide(
@@ -75,7 +79,8 @@ def format_decision(decision: GateDecision, width: int = 120) -> str:
     version = decision.champion_version
     against = "no champion yet" if version is None else f"against champion version {version}"
     head = textwrap.wrap(f"{decision.verdict.upper()} ({against}): {decision.reason}", width, subsequent_indent="  ")
-    return "\n".join([*head, "", lines[0], "-" * min(width, max(map(len, lines))), *lines[1:], "", _FOOTNOTE])
+    rule, note = "-" * min(width, max(map(len, lines))), textwrap.fill(_FOOTNOTE, width)
+    return "\n".join([*head, "", lines[0], rule, *lines[1:], "", note])
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], reason: str, width: int) -> list[str]:
@@ -126,7 +131,7 @@ def _hard_checks(report: EvalReport, policy: GatePolicy) -> list[GateCheck]:
     names = dict.fromkeys([*policy.required_certifications, report.primary_setting])
     names.update(dict.fromkeys(c.setting for c in report.certifications))
     checks += [_certification_check(report, name) for name in names]
-    return [*checks, *_fidelity_checks(report)]
+    return [*checks, _fidelity_check(report), *([] if report.lossless else [_quality_check(report, policy)])]
 
 
 def _accepted_check(report: EvalReport) -> GateCheck:
@@ -169,13 +174,30 @@ def _certification_fault(c: Certification, report: EvalReport) -> str | None:
     return None if agree else f"{numbers}: marked as passed, but the record does not support it; certify again"
 
 
-def _fidelity_checks(report: EvalReport) -> list[GateCheck]:
-    if not report.lossless:
-        reason = "a lossy drafter changes the output and needs a task-quality check, which this version does not have"
-        return [make_check("task_quality", False, reason, on_failure="hold")]
+def _quality_check(report: EvalReport, policy: GatePolicy) -> GateCheck:
+    """A changed target is passed iff the interval of its perplexity over the original's lies below what is allowed."""
+    quality, allowed = report.quality, policy.max_perplexity_increase
+    if quality is None or not quality.answers or allowed is None:
+        wanted = "set max_perplexity_increase" if allowed is None else "its report has none, evaluate it again"
+        reason = f"a lossy drafter changes the output and needs a task-quality check: {wanted}"
+        return make_check("task_quality", False, reason, on_failure="hold")
+    low, high = bounds(bootstrap_perplexity_ratios(quality.answers, seed=policy.seed), policy)
+    bar, enough = 1.0 + allowed, len(quality.answers) >= policy.min_prompts
+    reason = (
+        f"the changed target's perplexity on the original's answers to {len(quality.answers)} prompts: "
+        f"{quality.perplexity_ratio - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}); greedy answers that stay the same: "
+        f"{quality.num_identical} of {quality.num_greedy}"
+    )
+    reason += "" if enough else f"; expected {policy.min_prompts} prompts or more"
+    reason += "" if high <= bar else f"; the high end must not exceed {bar - 1:+.1%}"
+    failure = "reject" if low > bar else "hold"
+    return make_check("task_quality", enough and high <= bar, reason, on_failure=failure, observed=high, threshold=bar)
+
+
+def _fidelity_check(report: EvalReport) -> GateCheck:
     f = report.fidelity
     if f is None or f.num_prompts < 1:
-        return [make_check("fidelity", False, "missing: compare speculative with plain greedy output")]
+        return make_check("fidelity", False, "missing: compare speculative with plain greedy output")
     real = [d for d in f.divergences if not d.near_tie or f.dtype == "float32"]
     share, counted = f.num_identical / f.num_prompts, f.num_identical + len(f.divergences) == f.num_prompts
     if not counted:
@@ -189,4 +211,4 @@ def _fidelity_checks(report: EvalReport) -> list[GateCheck]:
     else:
         ties = f", {len(f.divergences)} differ at a near-tie of the target's logits" if f.divergences else ""
         reason = f"{f.num_identical} of {f.num_prompts} outputs identical in {f.dtype}{ties}"
-    return [make_check("fidelity", counted and not real, reason, observed=share, threshold=1.0)]
+    return make_check("fidelity", counted and not real, reason, observed=share, threshold=1.0)

@@ -23,6 +23,7 @@ _LIMITS = {
     "min_acceptance_rate": (0, 1),
     "max_draft_cost_ratio": (0, math.inf),
     "max_size_ratio": (0, math.inf),
+    "max_perplexity_increase": (0, math.inf),
 }
 
 
@@ -44,11 +45,12 @@ class GatePolicy:
     min_acceptance_rate: float = 0.7
     max_draft_cost_ratio: float = 0.2
     max_size_ratio: float = 0.2
+    max_perplexity_increase: float | None = 0.02
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
-            if value is None and name == "min_speedup":
+            if value is None and name in ("min_speedup", "max_perplexity_increase"):
                 continue
             kind = (int,) if name in ("min_prompts", "seed", "min_domain_prompts") else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):

@@ -100,7 +100,7 @@ def other_checks(
     return [*speeds, *_acceptance_rates(primary), *_rule_checks(report, primary, policy), _attempts(attempts, p_value)]
 
 
-def _bounds(samples: np.ndarray, policy: GatePolicy) -> tuple[float, float]:
+def bounds(samples: np.ndarray, policy: GatePolicy) -> tuple[float, float]:
     """The interval of bootstrap samples; where a resampling drafted nothing, it is as wide as can be."""
     if not np.isfinite(samples).all():
         return 0.0, math.inf
@@ -145,7 +145,7 @@ def _ratio_check(
     with np.errstate(all="ignore"):
         samples = bootstrap_length_ratios(candidate, other, seed=policy.seed)
         p_value = permutation_p_value(candidate, other, seed=policy.seed) if permuted else None
-    low, high = _bounds(samples, policy)
+    low, high = bounds(samples, policy)
     ours, theirs = pooled_length(candidate), pooled_length(other)
     reason = f"τ {ours:.3f}, {than} {theirs:.3f}: {ours / theirs - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
     if p_value is not None:
@@ -172,7 +172,7 @@ def _ratio_check(
 def _floor_check(prompts: Sequence[PromptCounts], policy: GatePolicy) -> GateCheck:
     with np.errstate(all="ignore"):
         samples = bootstrap_lengths(prompts, seed=policy.seed)
-    low, high = _bounds(samples, policy)
+    low, high = bounds(samples, policy)
     length, floor, needed = pooled_length(prompts), policy.min_mean_accepted_length, None
     reason = f"τ {length:.3f} ({low:.3f} to {high:.3f})"
     if low <= floor:

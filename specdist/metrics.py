@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from specdist.schema import AcceptanceResult, AcceptanceSummary, PromptCounts
+from specdist.schema import AcceptanceResult, AcceptanceSummary, AnswerLikelihood, PromptCounts
 
 BOOTSTRAP_DRAWS = 10_000
 _BLOCK = 1_000  # draws per matrix product: bounds memory at block × prompts of floats
@@ -217,6 +217,24 @@ def prompts_to_decide(
     normal = NormalDist()
     wanted = (normal.inv_cdf(0.5 + confidence / 2.0) + normal.inv_cdf(wanted_power)) * standard_error / abs(effect)
     return math.ceil(num_prompts * wanted**2)
+
+
+def perplexity_ratio(answers: Sequence[AnswerLikelihood]) -> float:
+    """exp of what the changed target loses in log-likelihood per token: its perplexity over the original's.
+
+    Raises ValueError where there is no token.
+    """
+    if not (tokens := sum(a.num_tokens for a in answers)):
+        raise ValueError("a perplexity needs at least one token")
+    return float(np.exp(sum(a.original_logprob - a.changed_logprob for a in answers) / tokens))
+
+
+def bootstrap_perplexity_ratios(
+    answers: Sequence[AnswerLikelihood], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """`perplexity_ratio` of each bootstrap resampling of the prompts, the same on both sides. [draws]"""
+    losses = [[a.original_logprob - a.changed_logprob, a.num_tokens] for a in answers]
+    return np.exp(bootstrap_shares(losses, draws=draws, seed=seed)[:, 0])
 
 
 def interval(samples: np.ndarray, confidence: float = 0.95) -> list[float]:

@@ -255,6 +255,36 @@ class Fidelity(Record):
 
 
 @dataclass(frozen=True)
+class AnswerLikelihood(Record):
+    """Log-likelihood of the original target's answers to one prompt, of both targets; sums over `num_tokens` tokens."""
+
+    prompt_id: str
+    domain: str
+    num_tokens: int
+    original_logprob: float
+    changed_logprob: float
+
+
+@dataclass(frozen=True)
+class TargetQuality(Record):
+    """A target that was changed in training (Medusa-2) against the original, on what the original answers.
+
+    Sampled answers at `temperature`: the perplexity of the changed target over the original's, whose logarithm
+    estimates KL(original ‖ changed) per token, with its 95 % bootstrap interval over prompts. Greedy answers: how many
+    of `num_greedy` the changed target gives token by token.
+    """
+
+    weights_sha256: str
+    dtype: str
+    temperature: float
+    answers: list[AnswerLikelihood]
+    perplexity_ratio: float
+    perplexity_ratio_interval: list[float]
+    num_greedy: int
+    num_identical: int
+
+
+@dataclass(frozen=True)
 class SpeedPoint(Record):
     """Measured wall clock at one draft length (a tree's depth); output tokens per second, 95 % interval of repeats."""
 
@@ -285,7 +315,11 @@ class Speed(Record):
 
 @dataclass(frozen=True)
 class EvalReport(Record):
-    """Everything measured on one exported drafter. `invalid_reasons` empty means the report may be judged."""
+    """Everything measured on one exported drafter. `invalid_reasons` empty means the report may be judged.
+
+    `target` is the original. Where the drafter changes it (`lossless` false), acceptance, fidelity and speed are those
+    of the changed one on its own texts, and `quality` compares the two.
+    """
 
     drafter_kind: str
     drafter_sha256: str
@@ -308,6 +342,7 @@ class EvalReport(Record):
     invalid_reasons: list[str] = field(default_factory=list)
     heads: HeadsReport | None = None
     num_target_parameters: int | None = None
+    quality: TargetQuality | None = None
 
     def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
         """The acceptance at `setting` and draft length, or None where it was not measured."""

@@ -1,5 +1,6 @@
 """Configuration: what wins, what is refused and with which hint, and that the resolved one loads again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,26 @@ def test_a_key_goes_by_its_old_name_where_the_installed_transformers_knows_no_ot
     assert _with_old_names(values, {"activation_checkpointing", "gradient_checkpointing", "learning_rate"}) == values
     older = {"gradient_checkpointing": False, "learning_rate": 1.0}
     assert _with_old_names(values, {"gradient_checkpointing", "learning_rate"}) == older
+
+
+JOINT = HeadsArguments(target_lora_rank=8, init_heads="runs/medusa")
+
+
+@pytest.mark.parametrize(
+    ("change", "objective", "message"),
+    [
+        ({"init_heads": None}, {"cache_target_states": False}, "name that run in init_heads"),
+        ({}, {}, "cache_target_states: false"),
+        ({"shard_target": True}, {"cache_target_states": False}, "leave one out"),
+    ],
+)
+def test_what_cannot_be_while_the_target_learns_is_refused(change: dict, objective: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_heads(replace(JOINT, **change), EvaluationArguments(), ObjectiveArguments(**objective))
+    check_heads(JOINT, EvaluationArguments(), ObjectiveArguments(cache_target_states=False))
+
+
+@pytest.mark.parametrize("key", ["target_lora_rank", "target_learning_rate", "target_loss_weight"])
+def test_what_concerns_the_target_has_a_range(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        HeadsArguments(**{key: -1})

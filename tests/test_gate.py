@@ -11,8 +11,17 @@ from report_factory import make_report as make_full_report
 from report_factory import make_result as make_full_result
 
 from specdist.gate import GatePolicy, decide, exit_code, format_decision
-from specdist.metrics import acceptance_result
-from specdist.schema import Certification, EvalReport, Fidelity, GateCheck, GateDecision, PromptCounts
+from specdist.metrics import acceptance_result, perplexity_ratio
+from specdist.schema import (
+    AnswerLikelihood,
+    Certification,
+    EvalReport,
+    Fidelity,
+    GateCheck,
+    GateDecision,
+    PromptCounts,
+    TargetQuality,
+)
 
 # 120 prompts: enough for the default policy, and half the work of the factory's 204
 make_report = partial(make_full_report, gammas=(3,), per_domain=10)
@@ -283,10 +292,65 @@ def test_e6_fidelity(good: EvalReport, fidelity: Fidelity | None, verdict: str) 
         assert "near-tie" in check(decision, "fidelity").reason
 
 
-def test_a_lossy_drafter_is_held(good: EvalReport) -> None:
-    decision = judge(replace(good, lossless=False, fidelity=None))
+# --- A drafter that changes the target
+
+
+def quality(increase: float, spread: float = 0.0, prompts: int = 120) -> TargetQuality:
+    """Answers of 50 tokens, on which the changed target's perplexity is higher by `increase` on average."""
+    losses = [50 * (math.log1p(increase) + spread * (-1) ** i) for i in range(prompts)]
+    answers = [AnswerLikelihood(f"p{i}", "code", 50, -60.0, -60.0 - loss) for i, loss in enumerate(losses)]
+    ratio = perplexity_ratio(answers)
+    return TargetQuality("9" * 64, "float32", 0.8, answers, ratio, [ratio, ratio], 120, 90)
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [
+        (quality(0.01), "promote"),
+        (quality(-0.03), "promote"),
+        (quality(0.05), "reject"),
+        (quality(0.019, spread=0.05), "hold"),
+        (quality(0.021, spread=0.05), "hold"),
+        (quality(0.01, prompts=60), "hold"),
+        (None, "hold"),
+    ],
+    ids=["slight", "none", "bad", "unclear", "unclear, worse", "few prompts", "not measured"],
+)
+def test_a_lossy_drafter_is_judged_by_its_targets_quality(
+    good: EvalReport, measured: TargetQuality | None, verdict: str
+) -> None:
+    decision = judge(replace(good, lossless=False, quality=measured))
+    assert decision.verdict == verdict
+    assert check(decision, "task_quality").passed == (verdict == "promote")
+    assert verdict == "promote" or "task_quality" in decision.reason
+    assert all(len(line) <= 120 for line in format_decision(decision).splitlines())
+
+
+def test_without_a_bound_for_quality_a_lossy_drafter_is_held(good: EvalReport) -> None:
+    decision = judge(replace(good, lossless=False, quality=quality(0.0)), max_perplexity_increase=None)
     assert decision.verdict == "hold"
-    assert "task-quality" in decision.reason
+    assert "set max_perplexity_increase" in decision.reason
+
+
+def test_a_lossy_drafter_must_decode_its_own_target_exactly(good: EvalReport) -> None:
+    decision = judge(replace(good, lossless=False, quality=quality(0.0), fidelity=None))
+    assert decision.verdict == "reject"
+    assert not check(decision, "fidelity").passed
+
+
+def test_a_lossless_drafter_needs_no_quality(good: EvalReport) -> None:
+    assert "task_quality" not in {c.name for c in judge(good).checks}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"perplexity_ratio": 0.9}, {"answers": []}, {"num_identical": 121}, {"answers": quality(0.0).answers * 2}],
+    ids=["edited", "empty", "too many", "twice"],
+)
+def test_quality_that_was_edited_is_rejected(good: EvalReport, change: dict[str, Any]) -> None:
+    decision = judge(replace(good, lossless=False, quality=replace(quality(0.0), **change)))
+    assert decision.verdict == "reject"
+    assert "quality: " in check(decision, "counts_consistent").reason
 
 
 # --- Against a champion

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import make_tiny_llama
 from datasets import Dataset
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -341,7 +341,7 @@ def test_t10_c10_two_processes_and_a_sharded_target_give_the_heads_of_one(tmp_pa
     root = Path(__file__).resolve().parents[1]
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    results, saved = {}, {}
+    results, saved, together = {}, {}, {}
     for name, launcher, batch in (("whole", [], 4), ("sharded", launch, 2)):
         output = tmp_path / name / "heads"
         script = [str(root / "tests" / "heads_in_processes.py"), str(output), str(batch), name]
@@ -351,8 +351,13 @@ def test_t10_c10_two_processes_and_a_sharded_target_give_the_heads_of_one(tmp_pa
         assert done.returncode == 0, done.stderr
         results[name] = torch.load(output / "result.pt")
         saved[name] = load_heads(output / "model.safetensors", VOCAB)
+        joint = output / "together"  # Medusa-2, whose target is whole on each process
+        files = (joint / "model.safetensors", joint / "adapter" / "adapter_model.safetensors")
+        together[name] = torch.load(joint / "result.pt")["losses"], load_file(files[0]) | load_file(files[1])
     assert [results[name]["processes"] for name in saved] == [1, 2]
     assert results["sharded"]["losses"] == pytest.approx(results["whole"]["losses"], rel=1e-5)
     assert saved["sharded"].shape == saved["whole"].shape
     for key, tensor in saved["whole"].state_dict().items():
         torch.testing.assert_close(saved["sharded"].state_dict()[key], tensor, atol=1e-5, rtol=1e-4, msg=key)
+    assert together["sharded"][0] == pytest.approx(together["whole"][0], rel=1e-5)
+    torch.testing.assert_close(together["sharded"][1], together["whole"][1], atol=1e-5, rtol=1e-4)

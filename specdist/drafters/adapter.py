@@ -1,7 +1,8 @@
-"""Owns low-rank adapters (LoRA, Hu et al. 2021) on a draft model: adding, checking, saving, reading and merging them.
+"""Owns low-rank adapters (LoRA, Hu et al. 2021) on a causal LM: adding, checking, saving, reading and merging them.
 
 A checkpoint holds the adapters alone (PEFT's files) and the vocabulary size of the base that they were trained on. The
-base is the run's initial draft and is given explicitly, so that a checkpoint names no path of a machine.
+base is the run's initial draft, or the target where heads change it (Medusa-2), and is given explicitly, so that a
+checkpoint names no path of a machine.
 """
 
 import logging
@@ -18,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdist import provenance
-from specdist.drafter_config import DraftArguments
+from specdist.drafter_config import DraftArguments, HeadsArguments
 from specdist.errors import ArtifactError, ConfigError
 from specdist.record import Record
 
@@ -37,12 +38,16 @@ class AdapterBase(Record):
     vocab_size: int
 
 
-class DraftAdapter(PeftModelForCausalLM):
+class Adapted(PeftModelForCausalLM):
     """PEFT's model, whose checkpoints say which vocabulary size they belong to and hold no tensor of the base."""
 
     def save_pretrained(self, save_directory: str, *arguments: Any, **options: Any) -> None:
         super().save_pretrained(save_directory, *arguments, **{**options, "save_embedding_layers": False})
         if options.get("is_main_process", True):
+            config = Path(save_directory) / ADAPTER_CONFIG
+            values = provenance.read_json(config)
+            modules = values["target_modules"]  # which PEFT writes in the order of a set, another in each process
+            provenance.write_json(config, values | {"target_modules": sorted(modules)})
             provenance.write_json(Path(save_directory) / ADAPTER_BASE, AdapterBase(_num_rows(self)).to_json())
 
     def create_or_update_model_card(self, output_dir: str) -> None:
@@ -83,24 +88,40 @@ def check_4bit() -> None:
         raise ConfigError("load_in_4bit: bitsandbytes is not installed; pip install bitsandbytes")
 
 
-def add_adapters(base: PreTrainedModel, arguments: DraftArguments, *, seed: int) -> DraftAdapter:
+def _with_adapters(base: PreTrainedModel, seed: int, **options: Any) -> Adapted:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Adapted(base, LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def add_adapters(base: PreTrainedModel, arguments: DraftArguments, *, seed: int) -> Adapted:
     """`base` with fresh adapters, which alone are trained and at first change nothing. Raises as `check_adapters`."""
     check_adapters(base, arguments)
     modules = arguments.lora_target_modules
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
+    return _with_adapters(
+        base,
+        seed,
         r=arguments.lora_rank,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         target_modules=_ALL_LINEAR if modules == [_ALL_LINEAR] else modules,
         base_model_name_or_path="../../init",  # from a checkpoint of a run
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return DraftAdapter(base, config)
 
 
-def load_adapter(base: PreTrainedModel, directory: Path) -> DraftAdapter:
+def add_target_adapters(target: PreTrainedModel, arguments: HeadsArguments, name: str, *, seed: int) -> Adapted:
+    """A target called `name` with fresh adapters at all linear layers but the output projection, which heads share."""
+    return _with_adapters(
+        target,
+        seed,
+        r=arguments.target_lora_rank,
+        lora_alpha=arguments.target_lora_alpha,
+        target_modules=_ALL_LINEAR,
+        base_model_name_or_path=name,
+    )
+
+
+def load_adapter(base: PreTrainedModel, directory: Path) -> Adapted:
     """`base` with the adapters of a checkpoint. Raises ArtifactError where they belong to another base or are cut."""
     record = AdapterBase.from_json(provenance.read_json(directory / ADAPTER_BASE), str(directory / ADAPTER_BASE))
     if (rows := _num_rows(base)) != record.vocab_size:
@@ -108,7 +129,13 @@ def load_adapter(base: PreTrainedModel, directory: Path) -> DraftAdapter:
             f"{directory}: its adapters were trained on a base with {record.vocab_size} vocabulary rows, this one has "
             f"{rows}; resize the base first (resize_token_embeddings({record.vocab_size})), or give the run's own init"
         )
-    model = DraftAdapter(base, LoraConfig.from_pretrained(str(directory)))
+    model = Adapted(base, LoraConfig.from_pretrained(str(directory)))
+    read_adapters(model, directory)
+    return model.eval()
+
+
+def read_adapters(model: Adapted, directory: Path) -> None:
+    """Give `model` the values of the adapters in `directory`. Raises ArtifactError where they are others, or cut."""
     try:
         tensors = load_file(directory / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -120,11 +147,10 @@ def load_adapter(base: PreTrainedModel, directory: Path) -> DraftAdapter:
         wrong = sorted(n for n in expected | found if expected.get(n) != found.get(n))
         raise ArtifactError(f"{directory / ADAPTER_WEIGHTS}: not the adapters of this base; wrong: {wrong[:4]}")
     set_peft_model_state_dict(model, tensors)
-    return model.eval()
 
 
 @torch.no_grad()
-def merge_adapter(model: DraftAdapter) -> PreTrainedModel:
+def merge_adapter(model: Adapted) -> PreTrainedModel:
     """The base of `model` with its adapters added into the weights; `model` is used up.
 
     Raises ArtifactError where a logit of the merged model differs from the adapters' by more than `PARITY` of the

@@ -19,13 +19,14 @@ from specdist.errors import ArtifactError
 from specdist.tree import DraftTree
 
 HEADS_FILE = "medusa_lm_head.safetensors"
+CHECKPOINT_FILE = "model.safetensors"  # the name is the trainer's
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 
 
 def heads_file(directory: Path) -> Path:
     """The heads' weights in an export, or in a checkpoint of the trainer."""
     exported = directory / HEADS_FILE
-    return exported if exported.exists() else directory / "model.safetensors"
+    return exported if exported.exists() else directory / CHECKPOINT_FILE
 
 
 def draft_tree(directory: Path, num_heads: int) -> DraftTree | None:

@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 
 from specdist.metrics import bootstrap_length_ratios, interval
-from specdist.schema import AcceptanceResult, Certification, EvalReport, Fidelity, GateDecision, Speed, SpeedPoint
+from specdist.schema import (
+    AcceptanceResult,
+    Certification,
+    EvalReport,
+    Fidelity,
+    GateDecision,
+    Speed,
+    SpeedPoint,
+    TargetQuality,
+)
 
 
 def best_speed(report: EvalReport) -> SpeedPoint | None:
@@ -39,7 +48,7 @@ def sentences(report: EvalReport) -> list[str]:
         _length_words(primary),
         _gain_words(report),
         _speed_words(report.speed, best_speed(report)),
-        _output_words(report.lossless, report.fidelity),
+        _output_words(report.fidelity) if report.lossless else _quality_words(report.quality),
     ]
 
 
@@ -90,9 +99,19 @@ def _speed_words(speed: Speed | None, best: SpeedPoint | None) -> str:
     return f"{place} no difference to the target alone shows: {best.speedup:.2f} times its speed {at} ({numbers})."
 
 
-def _output_words(lossless: bool, fidelity: Fidelity | None) -> str:
-    if not lossless:
+def _quality_words(quality: TargetQuality | None) -> str:
+    if quality is None:
         return "This drafter may change the output; that needs a check of quality, which this report does not hold."
+    low, high = (bound - 1.0 for bound in quality.perplexity_ratio_interval)
+    return (
+        "This drafter changes the target, and acceptance and speed are those of the changed one. On the original's "
+        f"answers (temperature {quality.temperature:g}) its perplexity is {quality.perplexity_ratio - 1:+.1%} against "
+        f"the original's, 95 % interval {low:+.1%} to {high:+.1%}; of {quality.num_greedy} greedy answers "
+        f"{quality.num_identical} stay the same."
+    )
+
+
+def _output_words(fidelity: Fidelity | None) -> str:
     if fidelity is None or fidelity.num_prompts == 0:
         return "That the output stays the target's own was not tested."
     same = f"{fidelity.num_identical} of {fidelity.num_prompts} greedy outputs ({fidelity.dtype}) are identical to it"

@@ -16,11 +16,12 @@ from torch import Tensor
 from specdist import provenance
 from specdist.config import check_choice
 from specdist.drafter_config import OWN, SHARED
+from specdist.drafters.adapted_target import ADAPTER_DIRECTORY
 from specdist.drafters.heads import HeadsShape
 from specdist.drafters.heads_file import HEADS_FILE, heads_of
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export.engines import ENGINES, ORIGINAL, TGI, VLLM, check_path, check_readable
-from specdist.export.medusa import heads_config, known_limits, write_heads
+from specdist.export.medusa import CHANGED_TARGET, heads_config, known_limits, write_heads
 from specdist.export.record import EXPORT_FILE, ExportRecord, read_record, write_record
 from specdist.target import Target
 from specdist.tree import DraftTree
@@ -99,9 +100,11 @@ def _convert_heads(
     written = heads_config(form, record.target, tensors["0.0.linear.weight"].dtype, tree)
     if base_model is not None and engine != VLLM:  # vLLM is told the target when it starts
         written["base_model_name_or_path"] = base_model
+    adapter = None if record.lossless else source / ADAPTER_DIRECTORY
     limits = _LIMITS[engine] if engine in _LIMITS else known_limits(form, tree)
+    limits = limits if adapter is None else [CHANGED_TARGET, *limits]
     converted = replace(record, engines={engine: _READ_BY[engine]}, known_limits=limits)
-    return write_heads(output, tensors, written, converted, engine)
+    return write_heads(output, tensors, written, converted, engine, adapter)
 
 
 def _copy_draft_model(source: Path, record: ExportRecord, output: Path, engine: str) -> ExportRecord:

@@ -7,14 +7,17 @@ speculator) and no `lm_head.weight` (TGI refuses a name that the target has as w
 keep our own names.
 """
 
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdist import provenance
 from specdist.drafter_config import HYDRA, LOW_RANK, MEDUSA, SHARED
+from specdist.drafters.adapted_target import ADAPTER_DIRECTORY
+from specdist.drafters.adapter import ADAPTER_WEIGHTS
 from specdist.drafters.heads import DraftHeads, HeadsShape
 from specdist.drafters.heads_file import HEADS_FILE, heads_of
 from specdist.errors import ArtifactError, ConfigError
@@ -25,6 +28,10 @@ from specdist.schema import TargetIdentity
 from specdist.target import Target
 from specdist.tree import DraftTree
 
+CHANGED_TARGET = (
+    f"not lossless: the engine must serve the target with {ADAPTER_DIRECTORY}/ merged into it, for example by PEFT: "
+    f"PeftModel.from_pretrained(target, '{ADAPTER_DIRECTORY}').merge_and_unload().save_pretrained(path)"
+)
 _MERGED_TOLERANCE = 1e-5  # of the largest logit, fp32: what two orders of the same sums may differ by
 
 
@@ -49,11 +56,12 @@ def heads_config(
     return config | shared | {"medusa_fc_bias": True}
 
 
-def known_limits(shape: HeadsShape, tree: DraftTree | None) -> list[str]:
+def known_limits(shape: HeadsShape, tree: DraftTree | None, *, changes_target: bool = False) -> list[str]:
     """What heads in the shared layout cannot do where they serve."""
+    limits = [CHANGED_TARGET] if changes_target else []
     if shape.kind == HYDRA:
-        return ["no engine serves Hydra heads: they run in our own decoder alone"]
-    limits = [f"vLLM drafts a chain of the best token of each head: num_speculative_tokens 1 to {shape.num_heads}"]
+        return [*limits, "no engine serves Hydra heads: they run in our own decoder alone"]
+    limits.append(f"vLLM drafts a chain of the best token of each head: num_speculative_tokens 1 to {shape.num_heads}")
     if shape.projection == SHARED and (shape.num_layers != 1 or shape.num_heads < 2):
         limits.append("TGI reads this layout with one residual block per head and two heads or more")
     if tree is not None:
@@ -100,6 +108,11 @@ def as_exported(heads: DraftHeads, output_projection: Tensor, dtype: torch.dtype
     return heads_of(_tensors(heads, output_projection, dtype), heads.shape.vocab_size, "the heads to export")
 
 
+def _size(adapter: Path | None) -> int:
+    """Number of parameters of the target's adapters."""
+    return 0 if adapter is None else sum(t.numel() for t in load_file(adapter / ADAPTER_WEIGHTS).values())
+
+
 def _check(shape: HeadsShape, output_projection: Tensor, target: Target, num_speculative_tokens: int) -> None:
     if not 1 <= num_speculative_tokens <= shape.num_heads:
         raise ConfigError(
@@ -112,9 +125,16 @@ def _check(shape: HeadsShape, output_projection: Tensor, target: Target, num_spe
 
 
 def write_heads(
-    directory: Path, tensors: dict[str, Tensor], config: dict[str, object], record: ExportRecord, engine: str | None
+    directory: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, object],
+    record: ExportRecord,
+    engine: str | None,
+    adapter: Path | None = None,
 ) -> ExportRecord:
     """Write an export of heads for `engine` (None: for none), atomically; returns the completed record.
+
+    `adapter`: the directory with the target's adapters, where heads were trained on a target that they change.
 
     Raises ArtifactError or ConfigError where the engine would not read all of it, ArtifactError on a failed read-back.
     """
@@ -124,6 +144,10 @@ def write_heads(
         save_file(tensors, temporary / HEADS_FILE, metadata={"format": "pt"})
         provenance.write_json(temporary / "config.json", config)
         check_read_back(temporary, tensors)
+        if adapter is not None:
+            shutil.copytree(adapter, temporary / ADAPTER_DIRECTORY)
+            if provenance.sha256_tree(temporary / ADAPTER_DIRECTORY) != provenance.sha256_tree(adapter):
+                raise ArtifactError(f"{adapter}: changed while it was copied, or the disk is faulty; export again")
         return write_record(temporary, record)
 
 
@@ -137,10 +161,12 @@ def export_medusa(
     num_speculative_tokens: int,
     checkpoint_step: int,
     draft_tree: DraftTree | None = None,
+    adapter: Path | None = None,
 ) -> ExportRecord:
     """Write `heads` in `dtype` to `directory`, atomically, with what engines need of `output_projection` [V, D].
 
-    That is the target's weight. `draft_tree` is written to the configuration as `medusa_choices`. Raises ConfigError
+    That is the target's weight. `draft_tree` is written to the configuration as `medusa_choices`. `adapter`: what
+    changes the target (Medusa-2), a directory of PEFT's files, which becomes part of the export. Raises ConfigError
     where the draft length or the tree exceeds the heads or shapes do not fit, ArtifactError on a failed read-back.
     """
     shape = heads.shape
@@ -152,12 +178,13 @@ def export_medusa(
         format=shape.kind,
         drafter_kind=shape.kind,
         target=target.identity,
-        lossless=True,
-        num_parameters=sum(t.numel() for t in tensors.values()) - copied * output_projection.numel(),
+        lossless=adapter is None,
+        num_parameters=sum(t.numel() for t in tensors.values()) - copied * output_projection.numel() + _size(adapter),
         checkpoint_step=checkpoint_step,
         speculative_config={"method": shape.kind, "model": ".", "num_speculative_tokens": num_speculative_tokens},
         engines={"vllm": "0.32.0 (medusa)"} if shape.kind == MEDUSA else {},
-        known_limits=known_limits(shape, tree),
+        known_limits=known_limits(shape, tree, changes_target=adapter is not None),
     )
     engine = VLLM if shape.kind == MEDUSA else None
-    return write_heads(directory, tensors, heads_config(shape, target.identity, dtype, tree), record, engine)
+    config = heads_config(shape, target.identity, dtype, tree)
+    return write_heads(directory, tensors, config, record, engine, adapter)

@@ -18,6 +18,7 @@ from specdist.evaluation.summary import drafted
 from specdist.export.record import read_record
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.schema_heads import HeadsReport
+from specdist.stages.changed_target import ChangedTarget
 from specdist.stages.run import Run
 from specdist.training.checkpoints import COMPLETE_FILE, best_step, checkpoint_path, checkpoint_step
 
@@ -39,11 +40,13 @@ class Loader:
     """How one kind of drafter is read from disk, from a checkpoint or an export: for replay, and for decoding.
 
     `tree`: the tree that lies with an export; None where none does.
+    `changed_target`: the target that comes with it, where training changed that; None for drafters that leave it.
     """
 
     scorer: Callable[[Path], Scorer]
     drafter: Callable[[Path, PreTrainedModel], Drafter]
     tree: Callable[[Path, PreTrainedModel], ServedTree | None] = lambda path, target: None
+    changed_target: Callable[[Path], ChangedTarget] | None = None
 
 
 def _evaluation_file(run: Run, step: int) -> Path:
@@ -96,7 +99,10 @@ def checkpoint_metrics(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> Ca
     known = {p.prompt_id for p in reference.prompts} if reference else set()
 
     def measure(checkpoint: Path) -> dict[str, float]:
-        result = primary_acceptance(run, lambda: loader.scorer(checkpoint), eval_sets, checkpoint_step(checkpoint))
+        step, texts = checkpoint_step(checkpoint), eval_sets
+        if loader.changed_target and not _evaluation_file(run, step).exists():
+            texts = loader.changed_target(checkpoint).greedy_texts()
+        result = primary_acceptance(run, lambda: loader.scorer(checkpoint), texts, step)
         untrained = primary_acceptance(run, _must_exist, eval_sets, 0)
         summary, tau = result.summary, result.summary.mean_accepted_length
         low, high = summary.mean_accepted_length_interval
@@ -197,6 +203,11 @@ def assess_export(
         report = read_report(run.directory)
         if report.drafter_sha256 == record.drafter_sha256:
             return report
+    quality = None
+    if loader.changed_target:
+        changed = loader.changed_target(run.export)
+        run, texts = changed.run, changed.texts()
+        quality, eval_sets = changed.quality(eval_sets, texts), texts
     scorer = loader.scorer(run.export)
     lengths = range(1, MAX_SPECULATIVE_TOKENS + 1)
     acceptance = [r for s in eval_sets for r in evaluate(scorer, s, lengths, f"acceptance, {s.sampling.temperature:g}")]
@@ -207,7 +218,7 @@ def assess_export(
             num_parameters=record.num_parameters,
             checkpoint_step=record.checkpoint_step,
             lossless=record.lossless,
-            target=run.target.identity,
+            target=record.target,
             eval_prompts_sha256=run.eval_prompts.sha256,
             num_training_rows=training_data.num_rows,
             num_training_tokens=training_data.num_supervised_tokens,
@@ -221,6 +232,7 @@ def assess_export(
             speed=None,
             dtype=run.config.target.eval_dtype,
             heads=heads,
+            quality=quality,
         )
         report = _certified(run, loader, scorer, eval_sets, report)
         report = _timed(run, loader, eval_sets[0], report)

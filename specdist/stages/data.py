@@ -1,7 +1,7 @@
 """Owns the data stage: the target's answers to train on, and its answers to evaluate on with its own states."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -141,8 +141,8 @@ def training_data(run: Run, *, max_length: int) -> TrainingData:
         return TrainingData(directory, manifest, training_examples(directory, max_length=max_length, top=top))
 
 
-def evaluation_data(run: Run, *, need_states: bool) -> list[EvalSet]:
-    """The target's answers to the evaluation prompts: greedy, and sampled as served.
+def evaluation_data(run: Run, *, need_states: bool, samplings: Sequence[SamplingSpec] | None = None) -> list[EvalSet]:
+    """The target's answers to the evaluation prompts: greedy, and sampled as served, or as `samplings` say.
 
     The target's log-probabilities go with sampled answers, its hidden states with all if `need_states`. The embedded
     engine writes them, since replay is certified by the same model in the same dtype.
@@ -150,7 +150,7 @@ def evaluation_data(run: Run, *, need_states: bool) -> list[EvalSet]:
     dtype = run.config.target.eval_dtype
     load_model = cache(lambda: run.target_model(dtype))  # loaded once, and only if something is missing
     sets = []
-    for sampling in run.config.data.eval_samplings():
+    for sampling in run.config.data.eval_samplings() if samplings is None else samplings:
         directory = _build(
             run,
             run.eval_prompts,

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from functools import cache
 
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdist.dataset.features import TargetStates, target_states
+from specdist.drafter_config import HeadsArguments
+from specdist.drafters.adapter import add_target_adapters
+from specdist.drafters.heads import DraftHeads
 from specdist.drafters.vocabulary import shared_vocabulary_size
+from specdist.errors import ConfigError
 from specdist.losses import Objective
 from specdist.stages.data import TrainingData
 from specdist.stages.run import Run
 from specdist.target import output_projection, shard_layers
 from specdist.training.batches import DraftCollator
-from specdist.training.heads import HeadsCollator
+from specdist.training.heads import HeadsCollator, heads_trainer
+from specdist.training.medusa2 import HeadsAndTarget, medusa2_trainer
 from specdist.training.on_policy import OnPolicy
 from specdist.training.target_output import TargetOutput
 
@@ -103,4 +108,33 @@ def heads_lesson(run: Run, data: TrainingData, *, max_length: int, packed: bool)
     )
     return HeadsLesson(
         _objective(run), HeadsCollator(data.examples, _pad_token_id(run), packed=packed, states=states), target
+    )
+
+
+def lesson_trainer(run: Run, heads: DraftHeads, lesson: HeadsLesson, arguments: TrainingArguments) -> Trainer:
+    """The trainer of `heads`: on the target as it is, or with adapters on it that learn as well (Medusa-2)."""
+    asked: HeadsArguments = run.config.model
+    if not asked.changes_target:
+        return heads_trainer(
+            heads,
+            lesson.collator,
+            arguments,
+            objective=lesson.objective,
+            target=lesson.target,
+            decay=asked.head_loss_decay,
+            pack_tokens=asked.pack_tokens or None,
+        )
+    if lesson.target.model is None:
+        raise ConfigError("target_lora_rank: the target is not loaded; set cache_target_states: false")
+    target = add_target_adapters(lesson.target.model, asked, run.target.identity.model_id, seed=arguments.seed)
+    return medusa2_trainer(
+        HeadsAndTarget(heads, target),
+        lesson.collator,
+        arguments,
+        objective=lesson.objective,
+        target=lesson.target,
+        decay=asked.head_loss_decay,
+        target_learning_rate=asked.target_learning_rate,
+        target_loss_weight=asked.target_loss_weight,
+        pack_tokens=asked.pack_tokens or None,
     )

@@ -8,6 +8,7 @@ from specdist import provenance
 from specdist.demo import DEMO_NAME
 from specdist.errors import ArtifactError, StaleBaseline
 from specdist.evaluation.report import read_report, write_report
+from specdist.export.medusa import CHANGED_TARGET
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
 from specdist.registry.attempts import count_attempt
@@ -34,9 +35,13 @@ def _tags(run: Run, report: EvalReport, decision: GateDecision) -> dict[str, str
 
 
 def _log_serving(run: Run) -> None:
-    path = run.registry.champion_path()
-    config = {**read_record(run.export).speculative_config, "model": str(path)}
+    path, record = run.registry.champion_path(), read_record(run.export)
+    config = {**record.speculative_config, "model": str(path)}
     logger.info("champion: %s", path)
+    if not record.lossless:
+        logger.info("vLLM: with a target of its own, --speculative-config '%s'", json.dumps(config))
+        logger.info("%s", CHANGED_TARGET)
+        return
     named = run.config.target.target_model
     model = run.target.path if named == DEMO_NAME or Path(named).is_dir() else named
     logger.info("vLLM: vllm serve %s --speculative-config '%s'", model, json.dumps(config))

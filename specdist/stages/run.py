@@ -212,7 +212,8 @@ def _states_bytes(run: Run, rows: int, eval_rows: int) -> int:
     data, objective = run.config.data, run.config.objective
     learned = run.kind in HEAD_KINDS or (objective.needs_target and objective.target_distribution == "full")
     hidden = getattr(run.target.config.get_text_config(), "hidden_size", 0)
-    states = 4 * hidden * eval_rows * data.eval_max_new_tokens
+    targets = 2 if getattr(run.config.model, "changes_target", False) else 1  # the changed one writes texts of its own
+    states = 4 * hidden * eval_rows * data.eval_max_new_tokens * targets
     if learned and objective.cache_target_states:
         states += dtype_of(run.config.target.target_dtype).itemsize * hidden * rows * data.train_max_new_tokens
     return states

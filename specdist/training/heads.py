@@ -1,5 +1,7 @@
 """Owns training draft heads on the frozen target (Medusa-1): the batches, what each head must predict, the trainer.
 
+Heads and target together (Medusa-2) are trained in medusa2.py, with the same batches.
+
 Shapes: B rows, T tokens, S supervised tokens of a batch in row order, H heads, D hidden size, V vocabulary.
 
 Row u of a batch stands for one token that the target wrote: its id, and the target's state that produced it. Head i
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -88,6 +91,54 @@ def head_rows(labels: Tensor, completion_index: Tensor, num_heads: int) -> tuple
     return torch.where(completion_index >= back, labels, IGNORED), rows.clamp(min=0)
 
 
+def following_embeddings(embed: torch.nn.Module | None, labels: Tensor, num_heads: int) -> Tensor:
+    """The target's embeddings of each row's token and the H − 1 after it, which Hydra heads see: [S, H, D].
+
+    Raises ConfigError without `embed`.
+    """
+    if embed is None:
+        raise ConfigError("hydra heads see the target's token embeddings: give them")
+    following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(num_heads, device=labels.device)
+    with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
+        return embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
+
+
+def global_mean(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, processes: int) -> Tensor:
+    """`total` over the supervised tokens of all processes and accumulation steps, where the trainer counted them."""
+    if num_items_in_batch is None:
+        return total / max(1, len(labels))
+    # The count covers all processes, over which DDP averages the gradients
+    return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * processes
+
+
+class LossLog:
+    """Of each of N named projections the mean objective and how often its k best held the label, since last told."""
+
+    def __init__(self, names: Sequence[str], objective: Objective, device: torch.device) -> None:
+        self.names, self.weights = names, list(objective.weights.values())
+        self.top = torch.tensor(TOP, device=device)
+        # Of each projection: the objective's terms, the labels among its k best for each k, the labels
+        self.sums = torch.zeros(len(names), len(self.weights) + len(TOP) + 1, device=device)
+
+    def add(self, sums: Tensor, labels: Tensor, ranks: Tensor) -> None:
+        """Sums of the losses [N, terms] over the labels [N, S] that are not IGNORED, and the ranks of these [N, S]."""
+        counted = (labels != IGNORED)[..., None]  # [N, S, 1]
+        hits = ((ranks[..., None] < self.top) & counted).sum(dim=1)
+        self.sums += torch.cat([sums, hits, counted.sum(dim=1)], dim=-1)
+
+    def tell(self, accelerator: Accelerator) -> dict[str, float]:
+        """The means over all processes by name, and begin anew. One without a label has none."""
+        told: dict[str, float] = {}
+        for name, sums in zip(self.names, accelerator.reduce(self.sums).tolist(), strict=True):
+            if count := sums.pop():
+                loss = sum(weight * term for weight, term in zip(self.weights, sums, strict=False))
+                told[f"{name}_loss"] = round(loss / count, 4)
+                hits = zip(TOP, sums[len(self.weights) :], strict=True)
+                told |= {f"{name}_top{k}": round(number / count, 4) for k, number in hits}
+        self.sums.zero_()
+        return told
+
+
 class HeadsTrainer(Trainer):
     """Trains the heads alone: the target is no part of the trained module, nor of its DDP wrap."""
 
@@ -99,25 +150,11 @@ class HeadsTrainer(Trainer):
         self.objective: Objective = objective
         self.target = target
         self.shape = heads.shape
-        if self.shape.kind == HYDRA and target.embed is None:
-            raise ConfigError("hydra heads see the target's token embeddings: give them")
         self.head_weights = [decay**i for i in range(heads.num_heads)]
-        self._top = torch.tensor(TOP, device=self.args.device)
-        # Of each head since the last log: the objective's terms, labels among its k best for each k, labels
-        self._sums = torch.zeros(heads.num_heads, len(objective.weights) + len(TOP) + 1, device=self.args.device)
+        self.losses = LossLog([f"head_{i}" for i in range(heads.num_heads)], objective, self.args.device)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
-
-    def _embeddings(self, labels: Tensor) -> Tensor | None:
-        """The target's embeddings of each row's token and the H − 1 after it: [S, H, D]. None for Medusa heads."""
-        if self.target.embed is None or self.shape.kind != HYDRA:
-            return None
-        following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(
-            self.shape.num_heads, device=labels.device
-        )
-        with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
-            return self.target.embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
 
     def compute_loss(
         self,
@@ -131,7 +168,9 @@ class HeadsTrainer(Trainer):
         tokens = inputs["labels"]
         labels, rows = head_rows(tokens, inputs["completion_index"], self.shape.num_heads)  # [H, S] each
         states = self.target.states(inputs, inputs.get("positions", tokens))
-        features = model(states.float(), self._embeddings(tokens))  # H times [S, D]
+        hydra = self.shape.kind == HYDRA
+        embeddings = following_embeddings(self.target.embed, tokens, self.shape.num_heads) if hydra else None
+        features = model(states.float(), embeddings)  # H times [S, D]
         heads = self.accelerator.unwrap_model(model)
         projections = [heads.projection(i, self.target.projection) for i in range(heads.num_heads)]
         distributions: TargetDistributions | None = None
@@ -149,25 +188,13 @@ class HeadsTrainer(Trainer):
                 head_weights=self.head_weights,
                 ranks=ranks,
             )
-        counted = (labels != IGNORED)[..., None]  # [H, S, 1]
-        hits = ((ranks[..., None] < self._top) & counted).sum(dim=1)
-        self._sums += torch.cat([sums, hits, counted.sum(dim=1)], dim=-1)
-        if num_items_in_batch is None:
-            return total / max(1, len(tokens))
-        # The count covers all processes, over which DDP averages the gradients
-        return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
+        self.losses.add(sums, labels, ranks)
+        return global_mean(total, tokens, num_items_in_batch, self.accelerator.num_processes)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each head's mean objective since the last log, and the share of labels that were among its k best."""
         if "loss" in logs:
-            weights = list(self.objective.weights.values())
-            for i, sums in enumerate(self.accelerator.reduce(self._sums).tolist()):
-                if count := sums.pop():  # else the head had no label: nothing to report
-                    terms, hits = sums[: len(weights)], sums[len(weights) :]
-                    loss = sum(weight * term for weight, term in zip(weights, terms, strict=True))
-                    logs[f"head_{i}_loss"] = round(loss / count, 4)
-                    logs |= {f"head_{i}_top{k}": round(n / count, 4) for k, n in zip(TOP, hits, strict=True)}
-            self._sums.zero_()
+            logs.update(self.losses.tell(self.accelerator))
         super().log(logs, start_time)
 
 

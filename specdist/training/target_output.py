@@ -12,7 +12,19 @@ from transformers import PreTrainedModel
 from specdist.errors import ConfigError
 from specdist.losses import Projection
 
+MODEL_INPUTS = ("input_ids", "position_ids")
 CPU_PASS_TOKENS = 1024  # of one pass of the target on a CPU: enough for its speed, and caches hold most of it
+
+
+def final_states(model: PreTrainedModel, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
+    """Final states (after the norm) of a causal LM at the supervised positions of a batch: [S, D].
+
+    `supervised`: a mask [B, T] of the positions whose states produced the supervised tokens, or their places [S] in all
+    rows laid end to end.
+    """
+    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
+    return hidden.flatten(0, 1)[supervised.flatten()]
 
 
 @dataclass(frozen=True)
@@ -27,33 +39,22 @@ class TargetOutput:
 
     @torch.no_grad()
     def states(self, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
-        """The target's final states at the supervised positions of a batch: [S, D].
-
-        `supervised`: a mask [B, T] of the positions whose states produced the supervised tokens, or their places [S]
-        in all rows laid end to end.
-        """
+        """The target's final states at the supervised positions of a batch, as `final_states`: [S, D]."""
         if "target_states" in batch:
             return batch["target_states"]
         if self.model is None:
             raise ConfigError("the batch holds no states of the target, and the target is not loaded")
-        inputs: dict[str, Tensor] = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
-        num_rows, length = inputs["input_ids"].shape
+        num_rows, length = batch["input_ids"].shape
         places = supervised.flatten().nonzero()[:, 0] if supervised.dtype == torch.bool else supervised
-        if places.device.type != "cpu" or self.sharded:
-            return self._pass(inputs, places)
-        states = []
-        size = max(1, CPU_PASS_TOKENS // length)
-        for start in range(0, num_rows, size):
-            inside = places[(places >= start * length) & (places < (start + size) * length)] - start * length
-            if len(inside):
-                needed = int((inside % length).max()) + 1  # what follows is seen by no state that is asked for
-                part = {key: value[start : start + size, :needed] for key, value in inputs.items()}
-                states.append(self._pass(part, inside // length * needed + inside % length))
-        return torch.cat(states) if states else self._pass(inputs, places)
-
-    def _pass(self, inputs: dict[str, Tensor], places: Tensor) -> Tensor:
-        assert self.model is not None
         # In its own dtype: autocast, which is for what is trained, would cast at each of its layers
-        with torch.autocast(places.device.type, enabled=False):
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
-        return hidden.flatten(0, 1)[places]
+        with torch.autocast(supervised.device.type, enabled=False):
+            if places.device.type != "cpu" or self.sharded:
+                return final_states(self.model, batch, places)
+            states, size = [], max(1, CPU_PASS_TOKENS // length)
+            for start in range(0, num_rows, size):
+                inside = places[(places >= start * length) & (places < (start + size) * length)] - start * length
+                if len(inside):
+                    needed = int((inside % length).max()) + 1  # what follows is seen by no state that is asked for
+                    part = {key: batch[key][start : start + size, :needed] for key in MODEL_INPUTS if key in batch}
+                    states.append(final_states(self.model, part, inside // length * needed + inside % length))
+            return torch.cat(states) if states else final_states(self.model, batch, places)
