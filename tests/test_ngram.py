@@ -40,7 +40,7 @@ def test_n_grams_out_of_order_are_refused() -> None:
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_e5_e8_lookup_is_greedy_identical_and_replay_counts_what_was_proposed(gamma: int) -> None:
     """Where nothing is found nothing is drafted, and nothing is counted as drafted."""
-    target, sampling, texts = target_model(), SamplingSpec(max_new_tokens=40), prompts(20)
+    target, sampling, texts = target_model(), SamplingSpec(max_new_tokens=40), prompts(10)
     drafter = NgramDrafter(max_ngram=3, min_ngram=1)
     plain = [decode(target, p, sampling, EOS) for p in texts]
     fast = [decode(target, p, sampling, EOS, drafter=drafter, num_speculative_tokens=gamma) for p in texts]
@@ -59,7 +59,7 @@ def test_e5_e8_lookup_is_greedy_identical_and_replay_counts_what_was_proposed(ga
 
 
 def test_lookup_is_certified_greedy_and_sampled() -> None:
-    target, texts = target_model(), prompts(12)
+    target, texts = target_model(), prompts(6)
     drafter = NgramDrafter(min_ngram=1)
     for temperature in (0.0, 0.8):
         sampling = SamplingSpec(temperature, max_new_tokens=30)

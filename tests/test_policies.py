@@ -14,7 +14,7 @@ from specdist.drafters.ngram import NgramDrafter
 from specdist.errors import ConfigError
 from specdist.schema import SamplingSpec
 
-GREEDY = SamplingSpec(max_new_tokens=40)
+GREEDY = SamplingSpec(max_new_tokens=32)
 
 
 def play(policy: DraftLengthPolicy, shares: list[float], seconds: float = 1.0) -> list[int]:
@@ -95,7 +95,7 @@ POLICIES = {
 def test_e5_greedy_output_is_the_targets_own_with_every_policy_and_drafter(name: str) -> None:
     target = target_model()
     drafters = [make_drafter("draft_model", target), make_drafter("medusa", target), NgramDrafter()]
-    texts = prompts(6)
+    texts = prompts(3)
     plain = [decode(target, p, GREEDY, EOS).completion_ids for p in texts]
     for drafter in drafters:
         policy = POLICIES[name]()
@@ -126,7 +126,7 @@ class Alternating:
 def test_a_drafter_that_is_left_out_for_some_steps_goes_on_as_if_it_had_not_been(kind: str) -> None:
     """What it drafts afterwards is what replay says it drafts there: nothing stale is left in its cache."""
     target = target_model()
-    drafter, texts = make_drafter(kind, target), prompts(8)
+    drafter, texts = make_drafter(kind, target), prompts(5)
     results = [decode(target, p, GREEDY, EOS, drafter=drafter, policy=Alternating()) for p in texts]
     accepted = 0
     for text, result in zip(make_eval_set(target, GREEDY, results, texts).texts, results, strict=True):
@@ -135,7 +135,7 @@ def test_a_drafter_that_is_left_out_for_some_steps_goes_on_as_if_it_had_not_been
             run = int(accept[step.start, : step.drafted].cumprod(dim=0).sum())
             assert min(step.accepted, len(result.completion_ids) - step.start) == run
             accepted += run
-    assert accepted > 5
+    assert accepted > 2
 
 
 def test_a_block_ends_after_the_first_token_that_the_draft_is_not_sure_of() -> None:
@@ -179,5 +179,5 @@ def test_a_drafter_that_does_not_pay_by_the_clock_is_left_out() -> None:
     absent = min(set(range(VOCAB)) - set(decode(target, prompt, GREEDY, []).completion_ids))
     policy = WhileItPays(FixedLength(2), probe=3, trial=4, pause=100)
     result = decode(target, prompt, GREEDY, [], drafter=SlowAndWrong(absent), policy=policy)
-    assert result.draft_lengths() == {0: 35, 2: 4}
+    assert result.draft_lengths() == {0: 27, 2: 4}
     assert not policy.drafting
