@@ -31,6 +31,16 @@ def served_logprobs(logits: Tensor, sampling: SamplingSpec) -> Tensor:
     best (Nguyen et al. 2024). Raises ConfigError at temperature 0, where the served choice is the argmax and not a
     distribution.
     """
+    return _served_scores(logits, sampling).log_softmax(dim=-1)
+
+
+def served_probs(logits: Tensor, sampling: SamplingSpec) -> Tensor:
+    """The probabilities of `served_logprobs`, [..., V] → [..., V]: faster than their exponential."""
+    return _served_scores(logits, sampling).softmax(dim=-1)
+
+
+def _served_scores(logits: Tensor, sampling: SamplingSpec) -> Tensor:
+    """Scaled logits, −inf where filtered: [..., V] → [..., V], fp32."""
     if sampling.is_greedy:
         raise ConfigError("temperature 0 has no distribution to sample from: take the argmax of the logits instead")
     scores = logits.float() / sampling.temperature  # [..., V]
@@ -42,7 +52,7 @@ def served_logprobs(logits: Tensor, sampling: SamplingSpec) -> Tensor:
     if sampling.min_p > 0.0:
         threshold = scores.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)  # [..., 1]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
-    return scores.log_softmax(dim=-1)
+    return scores
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
@@ -118,9 +128,9 @@ def residual_distribution(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     Where the two are equal the residual is empty; a rejection has then probability 0, and the target's own
     distribution stands in for 0/0.
     """
-    residual = (target_probs - draft_probs).clamp(min=0.0)
+    residual = (target_probs - draft_probs).clamp_(min=0.0)
     mass = residual.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, residual / mass.clamp(min=_TINY), target_probs)
+    return torch.where(mass > 0, residual.div_(mass.clamp(min=_TINY)), target_probs)
 
 
 def _drawn_from(draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor) -> Tensor:
@@ -175,7 +185,7 @@ def tree_sample(
     rows = torch.arange(len(draft_ids), device=logits.device)
 
     def target_token(node: Tensor) -> Tensor:
-        return draw(served_logprobs(logits[rows, node + 1], sampling).exp(), uniforms[rows, node + 1])
+        return draw(served_probs(logits[rows, node + 1], sampling), uniforms[rows, node + 1])
 
     return _descend(draft_ids, parents, target_token)
 
@@ -209,7 +219,7 @@ def tree_rejection_sample(
     without replacement it is the recursive rejection sampling of Jeon et al. 2024).
     """
     at = torch.full_like(draft_ids[:, 0], -1)  # [B], the node that each row has come to
-    probs = served_logprobs(logits[:, 0], sampling).exp()  # [B, V], what its next token is to be distributed as
+    probs = served_probs(logits[:, 0], sampling)  # [B, V], what its next token is to be distributed as
     for node, parent in enumerate(parents.tolist()):
         rows = (at == parent).nonzero()[:, 0]
         if not len(rows):
@@ -221,7 +231,7 @@ def tree_rejection_sample(
         gone, here = rows[~accepts], rows[accepts]
         rejected = _drawn_from(drafts, drawn_from, wanted)[~accepts]
         probs[gone] = residual_distribution(wanted[~accepts], rejected)
-        probs[here] = served_logprobs(logits[here, node + 1], sampling).exp()
+        probs[here] = served_probs(logits[here, node + 1], sampling)
         at[here] = node
     return at, draw(probs, uniforms[:, -1])
 
@@ -249,7 +259,7 @@ def typical_accept(
     `tree_sample`.
     """
     rows, above = torch.arange(len(draft_ids), device=logits.device)[:, None], parents + 1  # [B, 1], [N]
-    probs = served_logprobs(logits, sampling).exp()  # [B, N + 1, V]
+    probs = served_probs(logits, sampling)  # [B, N + 1, V]
     entropy = torch.special.entr(probs).sum(dim=-1)  # [B, N + 1], nats
     threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)[:, above]  # [B, N]
     chance = probs[rows, above, draft_ids.clamp(min=0)].masked_fill(draft_ids < 0, 0.0)  # [B, N]
@@ -289,6 +299,6 @@ def verify(
     if sampling.is_greedy:
         accepted, following = greedy_match(draft_ids, logits.argmax(dim=-1))
     else:
-        probs = served_logprobs(logits, sampling).exp()
+        probs = served_probs(logits, sampling)
         accepted, following = rejection_sample(draft_ids, draft_probs, probs, uniforms)
     return accepted - 1, following

@@ -22,7 +22,7 @@ from specdist.target import check_tree_decoding, forward_block, keep_fed, new_ca
 from specdist.tree import block_attention
 from specdist.verify import TypicalAcceptance, uniform_numbers, verify
 
-_NO_DRAFT = Proposal(torch.empty(0, dtype=torch.long))
+_NO_DRAFT, _NO_NUMBERS = Proposal(torch.empty(0, dtype=torch.long)), torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _verify(
 ) -> tuple[list[int], int]:
     """Verify a block: (the accepted drafts' numbers, the target's token after them). `logits` [N + 1, V]."""
     draft_ids, probs, parents = proposal.token_ids.to(logits.device)[None], proposal.probs, proposal.parents
-    uniforms = torch.empty(0) if sampling.is_greedy else uniform_numbers((1, len(logits)), generator)
+    uniforms = _NO_NUMBERS if sampling.is_greedy else uniform_numbers((1, len(logits)), generator)
     last, following = verify(
         logits[None],
         draft_ids,
@@ -161,7 +161,7 @@ def decode(
     while not stopped and (done := len(tokens) - len(prompt_ids)) < limit:
         began = clock()
         proposal = _propose(drafter, context, newest_hidden, min(policy.draft_length(), limit - done))
-        draft_ids = proposal.token_ids.clamp(min=0).tolist()
+        draft_ids = [max(token, 0) for token in proposal.token_ids.tolist()]  # where there was none to draw: any
         visible = None if proposal.parents is None else block_attention(proposal.parents)
         drafted = clock()
         hidden, logits = forward_block(model, [tokens[-1], *draft_ids], cache, visible=visible)

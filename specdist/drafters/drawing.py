@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specdist.drafters.base import DecodeContext
-from specdist.verify import sample, served_logprobs
+from specdist.verify import sample, served_probs
 
 
 class Drawn(NamedTuple):
@@ -28,7 +28,7 @@ def draw_token(logits: Tensor, context: DecodeContext) -> Drawn:
     if context.draft_sampling is None:
         column, probs = logits.argmax(), None
     else:
-        probs = served_logprobs(logits, context.draft_sampling).exp()
+        probs = served_probs(logits, context.draft_sampling)
         column = sample(probs, context.generator)
     if not context.confidence_threshold:
         return Drawn(column, probs, True)

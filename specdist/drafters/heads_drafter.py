@@ -13,7 +13,7 @@ from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.drawing import draw_token
 from specdist.drafters.heads import HeadsOnTarget
 from specdist.tree import DraftTree, candidates
-from specdist.verify import sample_candidates, served_logprobs
+from specdist.verify import sample_candidates, served_probs
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class HeadsDrafter:
             if context.draft_sampling is None:
                 chosen = candidates(logits, level.num_candidates).expand(len(paths), -1)  # [P, K]
             else:
-                served = served_logprobs(logits, context.draft_sampling).exp().expand(len(paths), -1)  # [P, V]
+                served = served_probs(logits, context.draft_sampling).expand(len(paths), -1)  # [P, V]
                 chosen, drawn_from = sample_candidates(served, level.num_candidates, context.generator)
                 probs.append(drawn_from[level.parent, level.rank])  # [S, V]
             tokens.append(chosen[level.parent, level.rank])
