@@ -187,6 +187,10 @@ class DataArguments:
     eval_temperature: float = field(default=0.8, metadata={"help": "Temperature that will be served, beside greedy."})
     top_p: float = field(default=1.0, metadata={"help": "Nucleus of sampled answers; 1 is off."})
     top_k: int = field(default=0, metadata={"help": "Top-k of sampled answers; 0 is off."})
+    min_p: float = field(
+        default=0.0,
+        metadata={"help": "Sampled answers leave out tokens below this share of the best one's probability; 0 is off."},
+    )
     top_logprobs: int = field(
         default=0, metadata={"help": "Keep the target's best tokens and their log-probabilities at each; 0 is none."}
     )
@@ -220,6 +224,11 @@ class DataArguments:
             raise ConfigError(
                 f"engine {self.engine} with server_urls {self.server_urls}: server needs them, others not"
             )
+        if self.engine != "transformers" and self.min_p > 0.0 and self.top_p < 1.0:
+            raise ConfigError(
+                f"engine {self.engine} with min_p {self.min_p} and top_p {self.top_p}: vLLM applies min_p before "
+                "top_p, transformers and the measurements here after it; use one of them, or engine transformers"
+            )
         check_range("data", "max_prompt_tokens", self.max_prompt_tokens, 8, 1_000_000)
         check_range("data", "server_timeout", self.server_timeout, 1.0, 1e6)
         check_range("data", "tensor_parallel_size", self.tensor_parallel_size, 1, 1_024)
@@ -241,7 +250,7 @@ class DataArguments:
         self.chat_format()
 
     def _sampling(self, temperature: float, max_new_tokens: int) -> SamplingSpec:
-        return SamplingSpec(temperature, self.top_k, self.top_p, max_new_tokens)
+        return SamplingSpec(temperature, self.top_k, self.top_p, max_new_tokens, self.min_p)
 
     def chat_format(self) -> ChatFormat:
         """How conversations are given to the target. Raises ConfigError where `tools` is no JSON list of objects."""

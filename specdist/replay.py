@@ -3,8 +3,9 @@
 Shapes: B texts, T tokens of the longest completion, γ drafted tokens of a block. Pure torch, no model is called here.
 
 A text is the completion x[0], …, x[L−1]. x[0] comes from the prefill; drafting starts at s = 1. A block at s drafts
-min(γ, L − s) tokens. `accept[b, s, j]` is the probability that the draft for x[s+j] is accepted, given that all before
-it in the block were, and *given the text*: 0 or 1 with greedy drafts (does the draft equal the text?), min(1, q/p)
+min(γ, L − s) tokens, fewer where the drafter has no more to propose: `accept` is then −1 from there on.
+`accept[b, s, j]` is the probability that the draft for x[s+j] is accepted, given that all before it in
+the block were, and *given the text*: 0 or 1 with greedy drafts (does the draft equal the text?), min(1, q/p)
 where the draft was sampled from q and the text from p. Given the text these events are independent, so the block starts
 form a Markov chain and the expected counters have no noise from the accept/reject draws. On greedy text they are the
 exact counts of the real decoder. After EOS or the token limit nothing is drafted and no bonus token is emitted.
@@ -45,7 +46,8 @@ def tree_accept(ranks: Tensor, tree: DraftTree) -> Tensor:
 def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Expected counters of every text at draft length γ.
 
-    `accept` [B, T, ≥ γ] with values in [0, 1] (what lies past the text's end is ignored), `lengths` [B] in tokens.
+    `accept` [B, T, ≥ γ] with values in [0, 1], or −1 where nothing is drafted (what lies past the text's end is
+    ignored), `lengths` [B] in tokens.
     Returns num_drafts [B], num_draft_tokens [B] and accepted_at_position [B, γ], in float64.
 
     visit(s+j+1) += visit(s) · Π_{i<j} a(s,i) · (1 − a(s,j)), and visit(s+γ+1) += visit(s) · Π_{i<γ} a(s,i).
@@ -54,7 +56,7 @@ def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tupl
     gamma = num_speculative_tokens
     if not 1 <= gamma <= offsets:
         raise ValueError(f"num_speculative_tokens {gamma}: the acceptances cover 1 to {offsets}")
-    probability = accept.double()
+    proposed, probability = accept >= 0, accept.clamp(min=0).double()
     visit = torch.zeros(batch, horizon + gamma + 1, dtype=torch.float64)
     visit[:, 1] = 1.0
     drafts = torch.zeros(batch, dtype=torch.float64)
@@ -65,7 +67,7 @@ def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tupl
         drafts += reach
         for j in range(gamma):
             live = start + j < lengths
-            drafted += visit[:, start] * live * (start < lengths)
+            drafted += visit[:, start] * live * proposed[:, start, j]
             step = probability[:, start, j] * live
             # what is rejected restarts after the target's own token; past the end `live` is False and nothing restarts
             visit[:, start + j + 1] += reach * live * (1.0 - step)
@@ -78,12 +80,13 @@ def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tupl
 def greedy_steps(accept: Tensor, length: int, num_speculative_tokens: int) -> list[tuple[int, int, int]]:
     """The verify steps of greedy decoding over one text: (start, tokens drafted, tokens accepted) of each.
 
-    `accept` [L, ≥ γ] of zeros and ones. It is the walk whose sums `replay` gives.
+    `accept` [L, ≥ γ] of zeros and ones, −1 where nothing is drafted. It is the walk whose sums `replay` gives.
     """
     steps, start = [], 1
     while start < length:
-        drafted = min(num_speculative_tokens, length - start)
-        accepted = int(accept[start, :drafted].long().cumprod(dim=0).sum())
+        block = accept[start, : min(num_speculative_tokens, length - start)]
+        drafted = int((block >= 0).sum())
+        accepted = int(block[:drafted].long().cumprod(dim=0).sum())
         steps.append((start, drafted, accepted))
         start += accepted + 1
     return steps

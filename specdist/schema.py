@@ -16,12 +16,13 @@ DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 @dataclass(frozen=True)
 class SamplingSpec(Record):
-    """How the target samples: temperature 0 is greedy; top_k 0 and top_p 1 are off; lengths in tokens."""
+    """How the target samples: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; lengths in tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 128
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 10.0:
@@ -32,10 +33,16 @@ class SamplingSpec(Record):
             raise ConfigError(f"top_p {self.top_p}: expected more than 0, up to 1 (off)")
         if self.max_new_tokens < 2:
             raise ConfigError(f"max_new_tokens {self.max_new_tokens}: expected 2 or more (the first token is prefill)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p {self.min_p}: expected 0 (off) to 1")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def hashed_values(self) -> dict[str, Any]:
+        """What is hashed of it: all fields, `min_p` only where it is on, so that hashes from before it stay."""
+        return {key: value for key, value in vars(self).items() if key != "min_p" or value}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The real decoder is lossless, and replay predicts its every verify step: for draft models and for Medusa heads."""
 
+from functools import cache
+
 import pytest
 import torch
 from conftest import make_tiny_llama
@@ -56,13 +58,21 @@ def eval_set(target, sampling: SamplingSpec, results: list[DecodeResult], texts:
         return EvalSet(sampling, [target_pass(target, row, sampling) for row in rows])
 
 
+@cache
+def own_texts(sampling: SamplingSpec, count: int, repeats: int = 1) -> list[DecodeResult]:
+    """What the target alone writes after `prompts(count)`, so often. Shared and read only."""
+    target = target_model()
+    return [
+        decode(target, p, sampling, EOS, generator=torch.Generator().manual_seed(i))
+        for i, p in enumerate(prompts(count) * repeats)
+    ]
+
+
 @pytest.mark.parametrize("kind", ["draft_model", "medusa", "hydra"])
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 def test_e5_greedy_output_is_the_targets_own_and_replay_equals_decoding_step_by_step(kind: str, gamma: int) -> None:
-    target, sampling = target_model(), SamplingSpec(max_new_tokens=40)
-    drafter = make_drafter(kind, target)
-    texts = prompts(20)
-    plain = [decode(target, p, sampling, EOS) for p in texts]
+    target, sampling, texts = target_model(), SamplingSpec(max_new_tokens=40), prompts(20)
+    drafter, plain = make_drafter(kind, target), own_texts(sampling, 20)
     fast = [decode(target, p, sampling, EOS, drafter=drafter, num_speculative_tokens=gamma) for p in texts]
     assert [r.completion_ids for r in fast] == [r.completion_ids for r in plain]
     assert {r.finish_reason for r in plain} == {"stop", "length"}, "the test must see both ends"
@@ -78,9 +88,8 @@ def test_sampled_decoding_lies_in_the_interval_of_replay(kind: str, method: str)
     """Replay on texts of the target alone predicts the decoder's mean accepted length on other random numbers."""
     target, gamma = target_model(), 3
     sampling = SamplingSpec(temperature=0.8, max_new_tokens=24)
-    drafter = make_drafter(kind, target)
-    texts = prompts(12) * 8
-    plain = [decode(target, p, sampling, EOS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(texts)]
+    drafter, texts = make_drafter(kind, target), prompts(12) * 8
+    plain = own_texts(sampling, 12, 8)
     fast = [
         decode(
             target,

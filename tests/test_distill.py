@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from specdist.dataset.distill import build_dataset
 from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows
-from specdist.dataset.plan import slots
+from specdist.dataset.plan import RowIds, slots
 from specdist.dataset.prompts import prompt_id
 from specdist.dataset.render import Renderer, history
 from specdist.dataset.shards import Shard, shard_paths, write_shard
@@ -29,6 +29,7 @@ from specdist.dataset.validate import validate_dataset
 from specdist.errors import ArtifactError
 from specdist.generation.engine import Answer, Engine, Request
 from specdist.generation.hf import TransformersEngine
+from specdist.provenance import sha256_json
 from specdist.schema import (
     ChatFormat,
     DatasetInputs,
@@ -353,6 +354,21 @@ def test_the_fingerprint_does_not_depend_on_the_targets_name():
     renamed = replace(INPUTS, target=replace(TARGET, model_id="another name"))
     assert dataset_fingerprint(renamed) == dataset_fingerprint(INPUTS)
     assert len(dataset_fingerprint(INPUTS)) == 12
+
+
+def test_min_p_counts_in_hashes_only_where_it_is_on():
+    """So that datasets from before it keep their fingerprint, their rows' ids and their digests."""
+    values = INPUTS.to_json()
+    del values["target"]["model_id"]
+    for sampling in values["samplings"]:
+        del sampling["min_p"]
+    assert dataset_fingerprint(INPUTS) == sha256_json(values)[:12]
+    assert RowIds([SAMPLED], 0)("p", 0, SAMPLED, 0) == "8484f908d47d5982"
+    on = replace(SAMPLED, min_p=0.1)
+    assert dataset_fingerprint(replace(INPUTS, samplings=[on])) != dataset_fingerprint(
+        replace(INPUTS, samplings=[SAMPLED])
+    )
+    assert RowIds([on], 0)("p", 0, on, 0) != RowIds([SAMPLED], 0)("p", 0, SAMPLED, 0)
 
 
 def test_d5_rejected_prompts_are_counted_by_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture):

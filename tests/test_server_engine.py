@@ -85,7 +85,7 @@ def test_every_request_is_answered_by_token_ids(serve: Callable[..., FakeServer]
 
 def test_no_default_of_the_server_shapes_the_draws(serve: Callable[..., FakeServer]) -> None:
     server = serve()
-    run(make_engine(server), [Request("a", [3, 4], SamplingSpec(0.8, 50, 0.9, 6), seed=77)])
+    run(make_engine(server), [Request("a", [3, 4], SamplingSpec(0.8, 50, 0.9, 6, 0.05), seed=77)])
     assert server.bodies[-1] == {
         "model": "target",
         "prompt": [3, 4],
@@ -94,7 +94,7 @@ def test_no_default_of_the_server_shapes_the_draws(serve: Callable[..., FakeServ
         "temperature": 0.8,
         "top_k": 50,
         "top_p": 0.9,
-        "min_p": 0.0,
+        "min_p": 0.05,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

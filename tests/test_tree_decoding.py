@@ -7,6 +7,8 @@ from test_decoding import EOS, VOCAB, eval_set, prompts, random_heads, target_mo
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from specdist.decoding.loop import decode
+from specdist.decoding.policies import FixedLength
+from specdist.drafters.base import DecodeContext
 from specdist.drafters.heads_drafter import HeadsDrafter
 from specdist.errors import ConfigError
 from specdist.evaluation.acceptance import HeadsScorer, TreeScorer, replay_counts
@@ -16,6 +18,7 @@ from specdist.replay import greedy_steps
 from specdist.schema import SamplingSpec
 from specdist.target import forward_block, keep_fed, new_cache
 from specdist.tree import DraftTree, block_attention
+from specdist.verify import TypicalAcceptance, served_logprobs
 
 TREE = DraftTree.of([[i] for i in range(6)] + [[i, j] for i in range(3) for j in range(4)] + [[0, 0, 0], [1, 2, 0]], 4)
 
@@ -110,19 +113,73 @@ def test_the_cache_holds_the_accepted_path_alone() -> None:
         torch.testing.assert_close(layer.values, other.values)
 
 
-def test_candidates_of_a_tree_are_not_sampled() -> None:
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_candidates_that_are_drawn_are_distinct_and_come_with_what_they_were_drawn_from(kind: str) -> None:
+    """Each node's distribution is its head's as served, without the siblings before it."""
+    target, sampling = target_model(), SamplingSpec(temperature=0.8, top_p=0.95)
+    heads = random_heads(kind, target)
+    drafter, hidden, newest = HeadsDrafter(heads, TREE), torch.randn(32), 9
+    drafter.commit(1, hidden)
+    proposal = drafter.propose(DecodeContext([newest], sampling, torch.Generator().manual_seed(0)), TREE.depth)
+    ids, number = proposal.token_ids.tolist(), {path: i for i, path in enumerate(TREE.paths)}
+    assert proposal.parents.tolist() == list(TREE.parents)
+    for path, drawn_from in zip(TREE.paths, proposal.probs, strict=True):
+        above = [newest, *(ids[number[path[:depth]]] for depth in range(1, len(path)))]
+        served = served_logprobs(heads.logits(len(path) - 1, hidden[None], torch.tensor([above])), sampling).exp()[0]
+        before = [ids[number[(*path[:-1], rank)]] for rank in range(path[-1]) if (*path[:-1], rank) in number]
+        if len(before) == path[-1]:  # of (1, 2, 0) the siblings before 2 are nodes as well
+            served[before] = 0.0
+            torch.testing.assert_close(drawn_from, served / served.sum())
+            assert ids[number[path]] not in before
+            assert drawn_from[ids[number[path]]] > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_e5_a_drawn_tree_near_temperature_zero_gives_the_greedy_output(kind: str) -> None:
+    """As cold as this the draws are the best tokens: all but one candidate of a node have nothing left to be."""
+    target = target_model()
+    drafter = HeadsDrafter(random_heads(kind, target), TREE)
+    cold = SamplingSpec(temperature=1e-4, max_new_tokens=40)
+    for prompt in prompts(8):
+        plain = decode(target, prompt, SamplingSpec(max_new_tokens=40), EOS)
+        drawn = decode(
+            target,
+            prompt,
+            cold,
+            EOS,
+            drafter=drafter,
+            num_speculative_tokens=TREE.depth,
+            draft_sample_method="probabilistic",
+        )
+        assert drawn.completion_ids == plain.completion_ids
+        assert len(drawn.steps) <= len(plain.steps)
+
+
+def test_a_tree_is_not_cut_short_by_its_drafters_confidence() -> None:
     target = target_model()
     drafter = HeadsDrafter(random_heads("medusa", target), TREE)
-    with pytest.raises(ConfigError, match="probabilistic with a draft tree"):
+    with pytest.raises(ConfigError, match="confidence threshold with a draft tree"):
         decode(
             target,
             [9, 10],
-            SamplingSpec(temperature=1.0, max_new_tokens=4),
+            SamplingSpec(max_new_tokens=4),
             EOS,
             drafter=drafter,
-            num_speculative_tokens=3,
-            draft_sample_method="probabilistic",
+            policy=FixedLength(3, confidence_threshold=0.4),
         )
+
+
+def test_typical_acceptance_is_marked_and_needs_a_temperature() -> None:
+    target, prompt = target_model(), prompts(1)[0]
+    drafter, hot = HeadsDrafter(random_heads("medusa", target), TREE), SamplingSpec(1.0, max_new_tokens=30)
+    lossy, lossless = (
+        decode(target, prompt, hot, [], drafter=drafter, num_speculative_tokens=TREE.depth, typical=typical)
+        for typical in (TypicalAcceptance(), None)
+    )
+    assert (lossy.lossless, lossless.lossless) == (False, True)
+    assert len(lossy.completion_ids) == 30
+    with pytest.raises(ConfigError, match="typical acceptance at temperature 0"):
+        decode(target, prompt, SamplingSpec(), [], drafter=drafter, typical=TypicalAcceptance())
 
 
 def test_a_target_with_a_sliding_window_is_refused_before_decoding() -> None:

@@ -24,12 +24,14 @@ def dataset_fingerprint(inputs: DatasetInputs) -> str:
     """12 hex digits over all that determines a dataset's content; the name of its directory."""
     values = inputs.to_json()
     del values["target"]["model_id"]  # the same weights under another name are the same target
+    values["samplings"] = [sampling.hashed_values() for sampling in inputs.samplings]
     return sha256_json(values)[:12]
 
 
 def row_digest(row: DistillRow) -> bytes:
     """SHA-256 of a row's content."""
-    return hashlib.sha256(json.dumps(row_values(row), sort_keys=True, separators=(",", ":")).encode()).digest()
+    values = {**row_values(row), "sampling": row.sampling.hashed_values()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 class Tally:

@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -47,7 +47,7 @@ class RowIds:
 
     def __init__(self, samplings: Sequence[SamplingSpec], seed: int) -> None:
         self.seed = seed
-        self._samplings = {s: sha256_json(asdict(s)) for s in samplings}
+        self._samplings = {s: sha256_json(s.hashed_values()) for s in samplings}
 
     def __call__(self, prompt_id: str, turn: int, sampling: SamplingSpec, sample_index: int) -> str:
         """First 16 hex digits of the SHA-256 of prompt id, turn, sampling, sample index and seed."""

@@ -23,6 +23,7 @@ _SAMPLING = pa.struct(
         ("top_k", pa.int32()),
         ("top_p", pa.float64()),
         ("max_new_tokens", pa.int32()),
+        ("min_p", pa.float64()),
     ]
 )
 _SCHEMA = pa.schema(

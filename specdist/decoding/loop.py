@@ -4,18 +4,25 @@ Batch size 1. Shapes: N drafted tokens of a block, V vocabulary, D hidden size.
 """
 
 import time
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.generation import StopStringCriteria
 
+from specdist.decoding.ends import Stops, most_new_tokens
+from specdist.decoding.policies import Block, DraftLengthPolicy, FixedLength
 from specdist.drafters.base import DecodeContext, Drafter, Proposal
 from specdist.errors import ConfigError
 from specdist.schema import PromptCounts, SamplingSpec
 from specdist.target import check_tree_decoding, forward_block, keep_fed, new_cache
 from specdist.tree import block_attention
-from specdist.verify import greedy_match, rejection_sample, sample, served_logprobs, tree_match, tree_sample
+from specdist.verify import TypicalAcceptance, uniform_numbers, verify
+
+_NO_DRAFT, _NO_NUMBERS = Proposal(torch.empty(0, dtype=torch.long)), torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,10 @@ class Step:
 
 @dataclass
 class DecodeResult:
-    """A decoded completion with its verify steps and where the time went, in seconds."""
+    """A decoded completion with its verify steps and where the time went, in seconds.
+
+    `lossless`: whether it is distributed as the target's own, which it is under every rule but typical acceptance.
+    """
 
     completion_ids: list[int]
     finish_reason: str
@@ -37,6 +47,12 @@ class DecodeResult:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    lossless: bool = True
+
+    def add(self, step: Step, draft_seconds: float, verify_seconds: float) -> None:
+        self.steps.append(step)
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
 
     def counts(self, prompt_id: str, domain: str, num_speculative_tokens: int) -> PromptCounts:
         """The counters of this text. What was drafted past its end does not count (replay.py, last paragraph)."""
@@ -46,36 +62,59 @@ class DecodeResult:
         at_position = [float(sum(a > i for a in accepted)) for i in range(num_speculative_tokens)]
         return PromptCounts(prompt_id, domain, float(len(self.steps)), float(sum(drafted)), at_position)
 
+    def draft_lengths(self) -> dict[int, int]:
+        """How many steps drafted so many tokens (of a tree: levels), by number; 0 where the target went on alone."""
+        return dict(sorted(Counter(step.drafted for step in self.steps).items()))
+
 
 def _verify(
-    logits: Tensor, proposal: Proposal, sampling: SamplingSpec, generator: torch.Generator
+    logits: Tensor,
+    proposal: Proposal,
+    sampling: SamplingSpec,
+    generator: torch.Generator,
+    typical: TypicalAcceptance | None,
 ) -> tuple[list[int], int]:
     """Verify a block: (the accepted drafts' numbers, the target's token after them). `logits` [N + 1, V]."""
-    draft_ids, parents = proposal.token_ids, proposal.parents
-    if parents is not None:
-        if sampling.is_greedy:
-            return tree_match(draft_ids, parents, logits.argmax(dim=-1))
-        return tree_sample(draft_ids, parents, logits, sampling, generator)
-    if sampling.is_greedy:
-        accepted, following = greedy_match(draft_ids.to(logits.device), logits.argmax(dim=-1))
-    else:
-        probs = served_logprobs(logits, sampling).exp()
-        accepted, following = rejection_sample(draft_ids, proposal.probs, probs, generator)
-    return list(range(accepted)), following
+    draft_ids, probs, parents = proposal.token_ids.to(logits.device)[None], proposal.probs, proposal.parents
+    uniforms = _NO_NUMBERS if sampling.is_greedy else uniform_numbers((1, len(logits)), generator)
+    last, following = verify(
+        logits[None],
+        draft_ids,
+        None if probs is None else probs[None],
+        None if parents is None else parents.to(logits.device),
+        sampling,
+        uniforms,
+        typical,
+    )
+    node, token = torch.cat([last, following]).tolist()
+    return (list(range(node + 1)) if parents is None else _path(node, parents.tolist())), token
 
 
-def _check_tree(model: PreTrainedModel, cache: DynamicCache, samples_drafts: bool) -> None:
-    check_tree_decoding(model, cache)
-    if samples_drafts:
-        raise ConfigError(
-            "draft_sample_method probabilistic with a draft tree: its candidates are each head's best and are not "
-            "drawn; use greedy"
-        )
+def _path(node: int, parents: list[int]) -> list[int]:
+    """The nodes of a tree from the top down to `node`, none for −1."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
-def _most_new_tokens(model: PreTrainedModel, prompt_ids: list[int], sampling: SamplingSpec) -> int:
-    context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(sampling.max_new_tokens, context_length - len(prompt_ids)) if context_length else sampling.max_new_tokens
+def _check(
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    policy: DraftLengthPolicy,
+    sampling: SamplingSpec,
+    typical: TypicalAcceptance | None,
+) -> None:
+    if typical is not None and sampling.is_greedy:
+        raise ConfigError("typical acceptance at temperature 0: it compares probabilities; give a temperature above 0")
+    if drafter is not None and drafter.tree is not None:
+        check_tree_decoding(model, new_cache(model))
+        if policy.confidence_threshold:
+            raise ConfigError(
+                "a confidence threshold with a draft tree, whose levels have many tokens: draft a chain, or leave the "
+                "threshold out"
+            )
 
 
 @torch.inference_mode()
@@ -83,59 +122,67 @@ def decode(
     model: PreTrainedModel,
     prompt_ids: list[int],
     sampling: SamplingSpec,
-    eos_token_ids: list[int],
+    eos_token_ids: Collection[int],
     *,
     drafter: Drafter | None = None,
     num_speculative_tokens: int = 0,
+    policy: DraftLengthPolicy | None = None,
     draft_sample_method: str = "greedy",
+    stop_strings: StopStringCriteria | None = None,
+    typical: TypicalAcceptance | None = None,
     generator: torch.Generator | None = None,
 ) -> DecodeResult:
     """Decode one prompt, speculatively with a `drafter` and by the target alone without.
 
-    The output is the target's own: token for token at temperature 0, in distribution above it (verify.py). It ends
-    with the first EOS id, at `sampling.max_new_tokens`, or at the model's context length.
+    Blocks have `num_speculative_tokens`, or as many as `policy` says where one is given. The output is the target's
+    own: token for token at temperature 0, in distribution above it (verify.py). `typical` accepts more and gives that
+    up: the result is marked as not lossless. The text ends with the first EOS id, with the token that completes a stop
+    string, at `sampling.max_new_tokens`, or at the model's context length. Raises ConfigError where the drafter's tree
+    fits neither the model nor the policy, and where `typical` is given at temperature 0.
     """
+    policy = policy or FixedLength(num_speculative_tokens)
+    _check(model, drafter, policy, sampling, typical)
     generator = generator or torch.Generator(device=model.device).manual_seed(0)
     samples_drafts = draft_sample_method == "probabilistic" and not sampling.is_greedy
-    limit = _most_new_tokens(model, prompt_ids, sampling)
-    block = num_speculative_tokens
-    if drafter is not None and drafter.max_draft_tokens is not None:
-        block = min(block, drafter.max_draft_tokens)
-    stop = set(eos_token_ids)
+    limit = most_new_tokens(model, prompt_ids, sampling)
+    stops = Stops(frozenset(eos_token_ids), stop_strings)
     tokens = list(prompt_ids)
+    context = DecodeContext(tokens, sampling if samples_drafts else None, generator, policy.confidence_threshold)
     cache = new_cache(model)
-    if drafter is not None and drafter.tree is not None:
-        _check_tree(model, cache, samples_drafts)
     clock = time.perf_counter
     began = clock()
     hidden, logits = forward_block(model, tokens, cache, logits_to_keep=1)
     if drafter is not None:
         drafter.reset()
-    context = DecodeContext(tokens, sampling if samples_drafts else None, generator)
-    first = logits.argmax(-1) if sampling.is_greedy else sample(served_logprobs(logits, sampling).exp(), generator)
-    tokens.append(int(first[0]))
+    tokens.append(_verify(logits, _NO_DRAFT, sampling, generator, None)[1])
     newest_hidden = hidden[-1]
-    result = DecodeResult([], "length", prefill_seconds=clock() - began)
-    while tokens[-1] not in stop and (done := len(tokens) - len(prompt_ids)) < limit:
+    stopped = stops.cut(tokens, 1)
+    result = DecodeResult([], "length", prefill_seconds=clock() - began, lossless=typical is None)
+    while not stopped and (done := len(tokens) - len(prompt_ids)) < limit:
         began = clock()
-        proposal = Proposal(torch.empty(0, dtype=torch.long))
-        if drafter is not None:
-            drafter.commit(len(tokens), newest_hidden)
-            proposal = drafter.propose(context, min(block, limit - done))
-        draft_ids = proposal.token_ids.tolist()
+        proposal = _propose(drafter, context, newest_hidden, min(policy.draft_length(), limit - done))
+        draft_ids = [max(token, 0) for token in proposal.token_ids.tolist()]  # where there was none to draw: any
         visible = None if proposal.parents is None else block_attention(proposal.parents)
         drafted = clock()
         hidden, logits = forward_block(model, [tokens[-1], *draft_ids], cache, visible=visible)
-        accepted, following = _verify(logits, proposal, sampling, generator)
-        emitted = [*(draft_ids[node] for node in accepted), following]
-        emitted = emitted[: next((i + 1 for i, token in enumerate(emitted) if token in stop), len(emitted))]
-        tokens.extend(emitted[: limit - done])
+        accepted, following = _verify(logits, proposal, sampling, generator, typical)
+        emitted = [*(draft_ids[node] for node in accepted), following][: limit - done]
+        tokens.extend(emitted)
+        stopped = stops.cut(tokens, len(emitted))
         keep_fed(cache, len(draft_ids), accepted)
         newest_hidden = hidden[accepted[-1] + 1 if accepted else 0]
         num_levels = len(draft_ids) if visible is None else int(visible.sum(dim=-1).max()) - 1
-        result.steps.append(Step(done, num_levels, len(accepted)))
-        result.draft_seconds += drafted - began
-        result.verify_seconds += clock() - drafted
+        result.add(Step(done, num_levels, len(accepted)), drafted - began, clock() - drafted)
+        policy.update(Block(num_levels, len(accepted), clock() - began))
     result.completion_ids = tokens[len(prompt_ids) :]
-    result.finish_reason = "stop" if tokens[-1] in stop else "length"
+    result.finish_reason = "stop" if stopped else "length"
     return result
+
+
+def _propose(drafter: Drafter | None, context: DecodeContext, newest_hidden: Tensor, max_tokens: int) -> Proposal:
+    """A block of at most `max_tokens`, of none without a drafter. What became of the last one it learns in any case."""
+    if drafter is not None:
+        drafter.commit(len(context.token_ids), newest_hidden)
+        if max_tokens := min(max_tokens, drafter.max_draft_tokens or max_tokens):
+            return drafter.propose(context, max_tokens)
+    return _NO_DRAFT

@@ -17,17 +17,22 @@ from specdist.tree import DraftTree
 class DecodeContext:
     """What a drafter may see: all committed tokens (prompt and output) and how its drafts are drawn.
 
-    `draft_sampling` None means greedy drafts (argmax, one-hot in verification); else drafts are sampled from it.
+    `draft_sampling` None means greedy drafts (argmax, one-hot in verification); else drafts are sampled from it. A
+    chain ends after a token to which the draft gives a probability below `confidence_threshold`; 0 is off.
     """
 
     token_ids: list[int]
     draft_sampling: SamplingSpec | None
     generator: torch.Generator
+    confidence_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens: a chain, or with `parents` a tree, level by level. `probs` None means deterministic drafts."""
+    """Drafted tokens: a chain, or with `parents` a tree, level by level. `probs` None means deterministic drafts.
+
+    `probs`: what each was drawn from; in a tree given the siblings before it, and id −1 where there was none to draw.
+    """
 
     token_ids: Tensor  # [N]
     probs: Tensor | None = None  # [N, V]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache,
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
 from specdist.drafters.base import DecodeContext, Proposal
+from specdist.drafters.drawing import draw_token
 from specdist.drafters.vocabulary import (
     DraftVocabulary,
     read_vocabulary,
@@ -22,7 +23,6 @@ from specdist.drafters.vocabulary import (
 from specdist.errors import ArtifactError, ConfigError
 from specdist.target import Target, cache_argument
 from specdist.tree import DraftTree
-from specdist.verify import sample, served_logprobs
 
 
 def _load(
@@ -152,13 +152,12 @@ class DraftModelDrafter:
     def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
         tokens, rows = list(context.token_ids), []
         for _ in range(max_tokens):
-            logits = self._logits(tokens)
-            if context.draft_sampling is None:
-                column = logits.argmax()
-            else:
-                rows.append(served_logprobs(logits, context.draft_sampling).exp())
-                column = sample(rows[-1], context.generator)
-            tokens.append(int(self.vocabulary.ids[column]))
+            drawn = draw_token(self._logits(tokens), context)
+            tokens.append(int(self.vocabulary.ids[drawn.column]))
+            if drawn.probs is not None:
+                rows.append(drawn.probs)
+            if not drawn.go_on:
+                break
         drafted = torch.tensor(tokens[len(context.token_ids) :])
         return Proposal(drafted, self.vocabulary.spread(torch.stack(rows)) if rows else None)
 

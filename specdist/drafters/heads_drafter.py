@@ -1,4 +1,4 @@
-"""Owns drafting with heads: a chain of each head's best token, or a tree of the best few.
+"""Owns drafting with heads: a chain of each head's best or drawn token, or a tree of a few of them.
 
 Shapes: N nodes, D hidden size, V vocabulary; of one level of a tree: P nodes of the level before that have children,
 S nodes, K candidates of each parent.
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from specdist.drafters.base import DecodeContext, Proposal
+from specdist.drafters.drawing import draw_token
 from specdist.drafters.heads import HeadsOnTarget
 from specdist.tree import DraftTree, candidates
-from specdist.verify import sample, served_logprobs
+from specdist.verify import sample_candidates, served_probs
 
 
 @dataclass(frozen=True)
@@ -64,32 +65,38 @@ class HeadsDrafter:
         newest = torch.tensor([context.token_ids[-1:]], device=self.heads.device)
         if self.tree is None:
             return self._chain(self.hidden, newest, context, max_tokens)
-        return self._tree(self.hidden, newest, max_tokens)
+        return self._tree(self.hidden, newest, context, max_tokens)
 
     def _chain(self, hidden: Tensor, newest: Tensor, context: DecodeContext, max_tokens: int) -> Proposal:
         path, probs = newest, []
         for index in range(min(max_tokens, self.heads.num_heads)):
             logits = self.heads.logits(index, hidden[None], path)  # [1, V]
-            if context.draft_sampling is None:
-                token = logits.argmax(dim=-1)
-            else:
-                probs.append(served_logprobs(logits, context.draft_sampling).exp())
-                token = sample(probs[-1], context.generator)
-            path = torch.cat([path, token[None]], dim=-1)
-        return Proposal(path[0, 1:], torch.cat(probs) if probs else None)
+            drawn = draw_token(logits[0], context)
+            path = torch.cat([path, drawn.column[None, None]], dim=-1)
+            if drawn.probs is not None:
+                probs.append(drawn.probs)
+            if not drawn.go_on:
+                break
+        return Proposal(path[0, 1:], torch.stack(probs) if probs else None)
 
-    def _tree(self, hidden: Tensor, newest: Tensor, max_tokens: int) -> Proposal:
+    def _tree(self, hidden: Tensor, newest: Tensor, context: DecodeContext, max_tokens: int) -> Proposal:
         """Level by level. Heads that see the draft are asked once for each parent, others once for all."""
-        paths, tokens = newest, []  # paths [S, level + 1]: the tokens down to each node, the newest of the text first
+        paths, tokens, probs = newest, [], []
+        # paths [S, level + 1]: the tokens down to each node, the newest of the text first
         for index, level in enumerate(self.levels[:max_tokens]):
             paths = paths[level.parents]
             asked = paths if self.heads.sees_draft else newest
             logits = self.heads.logits(index, hidden.expand(len(asked), -1), asked)  # [P or 1, V]
-            best = candidates(logits, level.num_candidates).expand(len(paths), -1)  # [P, K]
-            tokens.append(best[level.parent, level.rank])
-            paths = torch.cat([paths[level.parent], tokens[-1][:, None]], dim=-1)
+            if context.draft_sampling is None:
+                chosen = candidates(logits, level.num_candidates).expand(len(paths), -1)  # [P, K]
+            else:
+                served = served_probs(logits, context.draft_sampling).expand(len(paths), -1)  # [P, V]
+                chosen, drawn_from = sample_candidates(served, level.num_candidates, context.generator)
+                probs.append(drawn_from[level.parent, level.rank])  # [S, V]
+            tokens.append(chosen[level.parent, level.rank])
+            paths = torch.cat([paths[level.parent], tokens[-1][:, None].clamp(min=0)], dim=-1)
         drafted = torch.cat(tokens)
-        return Proposal(drafted, parents=self.parents[: len(drafted)])
+        return Proposal(drafted, torch.cat(probs) if probs else None, self.parents[: len(drafted)])
 
     def commit(self, num_committed: int, target_hidden: Tensor) -> None:
         self.hidden = target_hidden

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from specdist import metrics, provenance
 from specdist.drafters.causal_lm import fitted_vocabulary
 from specdist.drafters.heads import HeadsOnTarget
+from specdist.drafters.ngram import NgramDrafter
 from specdist.drafters.vocabulary import DraftVocabulary
 from specdist.errors import ConfigError
 from specdist.progress import track
@@ -158,6 +159,26 @@ class DraftModelScorer:
         # A token outside the draft's vocabulary is never proposed
         accepts = {m: a * known.cpu() for m, a in accepts.items()}
         return {m: chain_accept(a[None], self.max_speculative_tokens)[0] for m, a in accepts.items()}
+
+
+class NgramScorer:
+    """What a lookup proposes depends on the text before the block alone, and costs nothing: look up at every start."""
+
+    max_speculative_tokens = MAX_SPECULATIVE_TOKENS
+
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self.drafter = drafter
+
+    def accept(self, text: EvalText, sampling: SamplingSpec) -> dict[str, Tensor]:
+        """As `Scorer.accept`; −1 where nothing is found. Lookups are no draws, so there are greedy drafts alone."""
+        prompt_ids, completion_ids = text.row.prompt_ids, text.row.completion_ids
+        accept = torch.full((len(completion_ids), self.max_speculative_tokens), -1.0)
+        self.drafter.reset()
+        for start in range(1, len(completion_ids)):
+            found = self.drafter.lookup(prompt_ids + completion_ids[:start], self.max_speculative_tokens)
+            for j, pair in enumerate(zip(found, completion_ids[start:], strict=False)):
+                accept[start, j] = float(pair[0] == pair[1])
+        return {"greedy": accept}
 
 
 class HeadsScorer:
