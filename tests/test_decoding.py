@@ -5,12 +5,14 @@ from functools import cache
 import pytest
 import torch
 from conftest import make_tiny_llama
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from specdist.decoding.loop import DecodeResult, Step, decode
 from specdist.drafters.base import DecodeContext, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.drafters.heads_drafter import HeadsDrafter
+from specdist.drafters.ngram import NgramDrafter
 from specdist.drafters.prune import prune_layers
 from specdist.evaluation.acceptance import DraftModelScorer, EvalSet, HeadsScorer, replay_counts, target_pass
 from specdist.metrics import summarize
@@ -186,3 +188,45 @@ def test_e11_near_the_context_limit_the_output_stops_and_stays_greedy() -> None:
     )
     assert len(plain.completion_ids) == 4
     assert fast.completion_ids == plain.completion_ids
+
+
+def test_e7_e8_what_counts_as_drafted_is_what_was_proposed_and_verified() -> None:
+    """K = 5, but the drafter has fewer in its second block, and the limit leaves room for two in the last."""
+    target, prompt = target_model(), prompts(1)[0]
+    text = decode(target, prompt, SamplingSpec(max_new_tokens=13), []).completion_ids
+    wrong = (text[9] + 1) % VOCAB
+    drafter = Scripted([*text[:9], wrong], len(prompt))
+    result = decode(target, prompt, SamplingSpec(max_new_tokens=13), [], drafter=drafter, num_speculative_tokens=5)
+    assert result.steps == [Step(1, 5, 5), Step(7, 3, 2), *(Step(i, 0, 0) for i in (10, 11, 12))]
+    counts = result.counts("p", "d", 5)
+    assert (counts.num_draft_tokens, counts.num_accepted_tokens, counts.num_drafts) == (8, 7, 5)
+    limited = decode(target, prompt, SamplingSpec(max_new_tokens=9), [], drafter=drafter, num_speculative_tokens=5)
+    assert [step.drafted for step in limited.steps] == [5, 2]
+    assert limited.counts("p", "d", 5).num_draft_tokens == 7
+    assert limited.draft_lengths() == {2: 1, 5: 1}
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(min_ngram=1), None], ids=["ngram", "draft_model"])
+def test_e11_with_a_sliding_window_the_output_stays_greedy(drafter: NgramDrafter | None) -> None:
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    fast_drafter = drafter or DraftModelDrafter(prune_layers(target, [0, 2, 3]).eval(), VOCAB)
+    accepted = 0
+    for prompt in prompts(2):
+        long = (prompt * 8)[:40]
+        plain = decode(target, long, SamplingSpec(max_new_tokens=40), [])
+        fast = decode(target, long, SamplingSpec(max_new_tokens=40), [], drafter=fast_drafter, num_speculative_tokens=8)
+        assert fast.completion_ids == plain.completion_ids
+        accepted += sum(step.accepted for step in fast.steps)
+    assert accepted > 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
@@ -21,7 +21,7 @@ from specdist.drafters.vocabulary import (
     shared_vocabulary_size,
 )
 from specdist.errors import ArtifactError, ConfigError
-from specdist.target import Target, cache_argument
+from specdist.target import Target, cache_argument, new_cache
 from specdist.tree import DraftTree
 
 
@@ -138,7 +138,7 @@ class DraftModelDrafter:
         self.reset()
 
     def reset(self) -> None:
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache = new_cache(self.model)
 
     def _logits(self, token_ids: list[int]) -> Tensor:
         """Next-token logits [R] after feeding what the cache does not hold yet."""
