@@ -132,6 +132,7 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert "training: finished before" in again.stderr
     assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
 
+    assert 0 < report["num_parameters"] < report["num_target_parameters"]
     if kind == "medusa":
         exported = [json.loads((link / name).read_text()) for name in ("export.json", "config.json")]
         assert exported[0]["speculative_config"]["num_speculative_tokens"] == report["heads"]["chain_length"]

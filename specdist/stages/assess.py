@@ -163,7 +163,13 @@ def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet
         for c in certifications
         if not c.passed
     ]
-    return replace(report, certifications=certifications, fidelity=fidelity, invalid_reasons=invalid)
+    return replace(
+        report,
+        certifications=certifications,
+        fidelity=fidelity,
+        invalid_reasons=invalid,
+        num_target_parameters=model.num_parameters(),
+    )
 
 
 def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> EvalReport:
