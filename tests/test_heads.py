@@ -156,6 +156,20 @@ def test_the_ends_of_a_target_do_not_hold_its_layers() -> None:
     assert len(ends.projection.weight) == VOCAB
 
 
+@pytest.mark.parametrize("form", ["shared", "own", "low_rank"])
+def test_heads_asked_all_at_once_answer_as_one_by_one(form: str) -> None:
+    heads = HeadsOnTarget(make_heads("medusa", form, scale=0.3), TargetEnds.of(TARGET))
+    hidden, path = torch.randn(5, WIDTH), torch.zeros(5, 3, dtype=torch.long)
+    ahead = heads.logits_ahead(hidden, 2)
+    torch.testing.assert_close(ahead, torch.stack([heads.logits(i, hidden, path) for i in range(2)]))
+
+
+def test_hydra_heads_cannot_be_asked_before_anything_is_drafted() -> None:
+    heads = HeadsOnTarget(make_heads("hydra"), TargetEnds.of(TARGET))
+    with pytest.raises(ValueError, match="see what was drafted"):
+        heads.logits_ahead(torch.randn(1, WIDTH), 2)
+
+
 def test_a_hydra_head_sees_the_tokens_before_its_own_and_no_others() -> None:
     heads = HeadsOnTarget(make_heads("hydra", scale=0.3), TargetEnds.of(TARGET))
     hidden, path = torch.randn(1, WIDTH), torch.tensor([[1, 2, 3]])

@@ -145,13 +145,14 @@ def test_a_context_gives_the_state_of_its_newest_token_and_is_left_as_it_was() -
     assert torch.equal(context.cache.layers[0].keys, keys)
 
 
-def test_hydra_is_asked_once_for_each_parent_and_medusa_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hydra_is_asked_once_for_each_parent_and_medusa_for_all_levels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = DraftTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)], 3)
-    for kind, expected in (("medusa", [2, 2, 2]), ("hydra", [2, 4, 2])):
+    for kind, expected in (("medusa", [3]), ("hydra", [2, 4, 2])):
         heads = scorer(kind).heads
         asked = []
-        logits = heads.logits
-        monkeypatch.setattr(heads, "logits", lambda i, h, p, f=logits, a=asked: a.append(len(h)) or f(i, h, p))
+        one, ahead = heads.logits, heads.logits_ahead
+        monkeypatch.setattr(heads, "logits", lambda i, h, p, f=one, a=asked: a.append(len(h)) or f(i, h, p))
+        monkeypatch.setattr(heads, "logits_ahead", lambda h, count, f=ahead, a=asked: a.append(count) or f(h, count))
         draft(heads, tree, torch.zeros(2, TARGET.config.hidden_size), torch.tensor([[1], [2]]))
         assert asked == expected
 

@@ -166,3 +166,23 @@ class HeadsOnTarget:
         hidden = hidden.to(self.heads.get_parameter("0.0.linear.weight").dtype)
         embeddings = self.embed(path[:, : index + 1]) if self.sees_draft else None
         return self.projections[index].of(self.heads.features(index, hidden, embeddings))
+
+    @torch.inference_mode()
+    def logits_ahead(self, hidden: Tensor, count: int) -> Tensor:
+        """Logits of the first `count` heads before anything is drafted, fp32: states [N, D] → [count, N, V].
+
+        The target's projection, where heads share it, is read once for all of them: it is most of what a head costs.
+        Raises ValueError where heads see the draft.
+        """
+        if self.sees_draft:
+            raise ValueError("these heads see what was drafted before: ask each after its draft (logits)")
+        hidden = hidden.to(self.heads.get_parameter("0.0.linear.weight").dtype)
+        features = [self.heads.features(i, hidden) for i in range(count)]
+        if self.heads.shape.projection == OWN:
+            return torch.stack([own.of(feature) for own, feature in zip(self.projections, features, strict=False)])
+        columns = hidden.shape[-1]
+        products = torch.stack([feature[..., :columns] for feature in features]) @ self.projections[0].weight.T
+        for product, feature, projection in zip(products, features, self.projections, strict=False):
+            if projection.update is not None:
+                product += feature[..., columns:] @ projection.update.T
+        return self.projections[0].logits(products)

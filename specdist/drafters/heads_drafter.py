@@ -4,6 +4,7 @@ Shapes: N nodes, D hidden size, V vocabulary; of one level of a tree: P nodes of
 S nodes, K candidates of each parent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +68,21 @@ class HeadsDrafter:
             return self._chain(self.hidden, newest, context, max_tokens)
         return self._tree(self.hidden, newest, context, max_tokens)
 
+    def _logits(self, hidden: Tensor, count: int) -> Callable[[int, Tensor], Tensor]:
+        """How the first `count` heads are asked: the head and paths of tokens [P, head + 1] → [P, V].
+
+        Heads that do not see the draft are asked all at once, and answer all paths alike: [1, V].
+        """
+        if self.heads.sees_draft:
+            return lambda index, paths: self.heads.logits(index, hidden.expand(len(paths), -1), paths)
+        ahead = self.heads.logits_ahead(hidden[None], count)  # [count, 1, V]
+        return lambda index, paths: ahead[index]
+
     def _chain(self, hidden: Tensor, newest: Tensor, context: DecodeContext, max_tokens: int) -> Proposal:
-        path, probs = newest, []
-        for index in range(min(max_tokens, self.heads.num_heads)):
-            logits = self.heads.logits(index, hidden[None], path)  # [1, V]
+        path, probs, count = newest, [], min(max_tokens, self.heads.num_heads)
+        logits_of = self._logits(hidden, count)
+        for index in range(count):
+            logits = logits_of(index, path)  # [1, V]
             drawn = draw_token(logits[0], context)
             path = torch.cat([path, drawn.column[None, None]], dim=-1)
             if drawn.probs is not None:
@@ -82,11 +94,11 @@ class HeadsDrafter:
     def _tree(self, hidden: Tensor, newest: Tensor, context: DecodeContext, max_tokens: int) -> Proposal:
         """Level by level. Heads that see the draft are asked once for each parent, others once for all."""
         paths, tokens, probs = newest, [], []
+        logits_of = self._logits(hidden, min(max_tokens, len(self.levels)))
         # paths [S, level + 1]: the tokens down to each node, the newest of the text first
         for index, level in enumerate(self.levels[:max_tokens]):
             paths = paths[level.parents]
-            asked = paths if self.heads.sees_draft else newest
-            logits = self.heads.logits(index, hidden.expand(len(asked), -1), asked)  # [P or 1, V]
+            logits = logits_of(index, paths)  # [P or 1, V]
             if context.draft_sampling is None:
                 chosen = candidates(logits, level.num_candidates).expand(len(paths), -1)  # [P, K]
             else:

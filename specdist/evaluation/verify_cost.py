@@ -93,10 +93,14 @@ def _levels(tree: DraftTree, each_parent: bool) -> list[tuple[int, int]]:
 def draft(heads: HeadsOnTarget, tree: DraftTree, hidden: Tensor, newest: Tensor) -> None:
     """The work of drafting `tree` from states [B, D] after tokens [B, 1]: heads are asked as HeadsDrafter asks them.
 
-    Medusa's heads are asked once a level, Hydra's once for each parent. Which tokens come of it is not looked at.
+    Medusa's heads are asked all at once, Hydra's once for each parent. Which tokens come of it is not looked at.
     """
     best = newest
+    ahead = None if heads.sees_draft else heads.logits_ahead(hidden, tree.depth)
     for index, (asked, count) in enumerate(_levels(tree, heads.sees_draft)):
+        if ahead is not None:
+            best = candidates(ahead[index], count)
+            continue
         path = newest.expand(-1, index + 1).repeat_interleave(asked, dim=0)  # [B · asked, index + 1]
         best = candidates(heads.logits(index, hidden.repeat_interleave(asked, dim=0), path), count)
     best.tolist()  # waits for the device
