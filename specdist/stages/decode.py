@@ -13,7 +13,7 @@ from transformers.generation import StopStringCriteria
 from specdist.dataset.render import Renderer
 from specdist.dataset.show import visible
 from specdist.decoding.loop import DecodeResult, decode
-from specdist.decoding.policies import FixedLength, make_policy
+from specdist.decoding.policies import DraftLengthPolicy, make_policy
 from specdist.decoding.text import IncrementalText
 from specdist.errors import ConfigError
 from specdist.evaluation.fit_table import aligned
@@ -42,6 +42,35 @@ class DecodeRequest:
     dtype: str = "bfloat16"
     seed: int = 0
     beside_target: bool = False
+
+
+class _Decoder:
+    """One prompt of a request, decoded as often as wanted: draft lengths and random numbers start anew each time."""
+
+    def __init__(self, request: DecodeRequest, target: Target, opened: OpenedDrafter, prompt_ids: list[int]) -> None:
+        self.request, self.opened, self.prompt_ids = request, opened, prompt_ids
+        self.eos_token_ids = target.identity.eos_token_ids
+        self.stop_strings = StopStringCriteria(target.tokenizer, list(request.stop)) if request.stop else None
+
+    def _policy(self) -> DraftLengthPolicy | None:
+        drafter = self.opened.drafter
+        return make_policy(self.request.policy, self.opened.length, drafter.max_draft_tokens) if drafter else None
+
+    def answer(
+        self, drafts: bool, max_new_tokens: int, on_step: Callable[[list[int], int], None] | None = None
+    ) -> DecodeResult:
+        """Decode with the drafter, or by the target alone."""
+        return decode(
+            self.opened.model,
+            self.prompt_ids,
+            replace(self.request.sampling, max_new_tokens=max_new_tokens),
+            self.eos_token_ids,
+            drafter=self.opened.drafter if drafts else None,
+            policy=self._policy() if drafts else None,
+            stop_strings=self.stop_strings,
+            generator=torch.Generator(device=self.opened.model.device).manual_seed(self.request.seed),
+            on_step=on_step,
+        )
 
 
 class AnswerWriter:
@@ -83,10 +112,10 @@ def decode_prompt(request: DecodeRequest, out: TextIO, notes: TextIO, *, colour:
     opened = open_drafter(request.choice, target, dtype_of(request.dtype), PartialState().device)
     if request.beside_target and opened.drafter is None:
         raise ConfigError("beside the target alone, but nothing drafts: name a drafter")
-    answer = _answers(request, target, opened, prompt_ids)
+    decoder, longest = _Decoder(request, target, opened, prompt_ids), request.sampling.max_new_tokens
     ways = [True, False] if request.beside_target else [True]
     for drafts in ways if request.beside_target else []:
-        answer(drafts, min(_WARM_UP, request.sampling.max_new_tokens), None)
+        decoder.answer(drafts, min(_WARM_UP, longest))
     results: dict[str, DecodeResult] = {}
     for drafts in ways:
         name = opened.words if drafts else ALONE
@@ -94,11 +123,12 @@ def decode_prompt(request: DecodeRequest, out: TextIO, notes: TextIO, *, colour:
         notes.write(f"{name}{length}{', accepted drafts in green' if length and colour else ''}\n")
         notes.flush()
         writer = AnswerWriter(target.tokenizer, out, colour=colour)
-        results[name] = answer(drafts, request.sampling.max_new_tokens, writer.step)
+        results[name] = decoder.answer(drafts, longest, writer.step)
         writer.end()
     lines = counter_lines(results)
     if request.beside_target:
-        lines += comparison_lines(*results.values(), request)
+        ours, alone = results.values()
+        lines += comparison_lines(ours, alone, request)
     notes.write("\n".join(["", *lines, ""]))
 
 
@@ -113,32 +143,6 @@ def _prompt_ids(request: DecodeRequest, target: Target) -> list[int]:
             "shorten it"
         )
     return prompt_ids
-
-
-def _answers(
-    request: DecodeRequest, target: Target, opened: OpenedDrafter, prompt_ids: list[int]
-) -> Callable[[bool, int, Callable[[list[int], int], None] | None], DecodeResult]:
-    """A function that decodes the prompt: with the drafter or without, how many tokens, and who is told of each step.
-
-    Policies of draft length start anew each time, and so do random numbers.
-    """
-    strings = StopStringCriteria(target.tokenizer, list(request.stop)) if request.stop else None
-    longest = opened.drafter.max_draft_tokens if opened.drafter else None
-
-    def answer(drafts: bool, max_new_tokens: int, on_step: Callable[[list[int], int], None] | None) -> DecodeResult:
-        return decode(
-            opened.model,
-            prompt_ids,
-            replace(request.sampling, max_new_tokens=max_new_tokens),
-            target.identity.eos_token_ids,
-            drafter=opened.drafter if drafts else None,
-            policy=make_policy(request.policy, opened.length, longest) if opened.length else FixedLength(0),
-            stop_strings=strings,
-            generator=torch.Generator(device=opened.model.device).manual_seed(request.seed),
-            on_step=on_step,
-        )
-
-    return answer
 
 
 def _seconds(result: DecodeResult) -> float:
@@ -163,7 +167,7 @@ def _counters(result: DecodeResult) -> dict[str, str]:
         "tokens per step (τ)": f"{mean_accepted_length(accepted, steps):.2f}" if steps else "-",
         "drafts accepted": f"{accepted:.0f} of {drafted:.0f}",
         "acceptance rate": f"{accepted / drafted:.1%}" if drafted else "-",
-        "steps by draft length": ", ".join(f"{number} × {length}" for length, number in lengths.items()) or "-",
+        "draft lengths (steps)": ", ".join(f"{length} ({number})" for length, number in lengths.items()) or "-",
     }
 
 
