@@ -1,4 +1,4 @@
-"""Owns the command `specdist`: advice on a draft, looking at data, reports and the registry, exports, rolling back.
+"""Owns the command `specdist`: trying a drafter, advice on a draft, data, reports, exports, the registry.
 
 Everything else is a recipe.
 
@@ -8,17 +8,20 @@ Heavy packages are imported by the library when a command needs them, so `--help
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdist import config
+from specdist.decoding.policies import POLICIES
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.provenance import write_json
 from specdist.registry.store import Registry, model_names
 from specdist.registry.version import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH
+from specdist.schema import SamplingSpec
 
 if TYPE_CHECKING:
     from specdist.export.record import ExportRecord
@@ -44,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
     _add_export(groups.add_parser("export", help="write an export as one engine reads it, or say why it would not"))
     _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
+    _add_decode(groups.add_parser("decode", help="an answer as it is decoded, accepted drafts in colour, and counters"))
     _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
@@ -82,6 +86,57 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default: %(default)s)")
     command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
     command.set_defaults(run=_compare)
+
+
+def _add_decode(command: argparse.ArgumentParser) -> None:
+    command.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from standard input")
+    command.add_argument("--target", metavar="MODEL", required=True, help="Hugging Face id or directory")
+    drafts = command.add_mutually_exclusive_group()
+    drafts.add_argument("--drafter", metavar="DRAFTER", help="a run, an export, or MODEL[@N] of the registry")
+    drafts.add_argument("--ngram", action="store_true", help="look up in the text itself; neither: the target alone")
+    command.add_argument("--tree", action="store_true", help="verify the draft tree that lies with the heads")
+    command.add_argument("--num-speculative-tokens", type=int, metavar="N", help="default: the export's")
+    command.add_argument("--policy", choices=POLICIES, default="fixed", help="of draft lengths (default: %(default)s)")
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_new_tokens"):
+        value = getattr(SamplingSpec, name)
+        option = f"--{name.replace('_', '-')}"
+        command.add_argument(option, type=type(value), default=value, metavar="X", help="(default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    command.add_argument("--system", metavar="TEXT", help="system prompt")
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; any number")
+    command.add_argument("--dtype", choices=config.DTYPES, default="bfloat16", help="(default: %(default)s)")
+    command.add_argument(
+        "--beside-target", action="store_true", help="then the target alone: speed, and the same text?"
+    )
+    command.add_argument("--no-color", action="store_true", help="also where NO_COLOR is set, or stdout is no terminal")
+    command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    command.set_defaults(run=_decode)
+
+
+def _decode(arguments: argparse.Namespace) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from specdist.stages.decode import DecodeRequest, decode_prompt
+    from specdist.stages.named_drafter import DrafterChoice
+
+    disable_progress_bar()
+    given = vars(arguments)
+    request = DecodeRequest(
+        arguments.target,
+        sys.stdin.read().rstrip("\n") if arguments.prompt is None else arguments.prompt,
+        DrafterChoice(
+            arguments.drafter, arguments.ngram, arguments.tree, arguments.num_speculative_tokens, arguments.root
+        ),
+        SamplingSpec(**{field.name: given[field.name] for field in dataclasses.fields(SamplingSpec)}),
+        policy=arguments.policy,
+        system_prompt=arguments.system,
+        stop=arguments.stop,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        beside_target=arguments.beside_target,
+    )
+    colour = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
+    decode_prompt(request, sys.stdout, sys.stderr, colour=colour)
 
 
 def _add_data_commands(data: argparse.ArgumentParser) -> None:

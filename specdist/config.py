@@ -16,6 +16,7 @@ from specdist.prompt_policy import PromptPolicy
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_SPECULATIVE_TOKENS = 10  # reports replay every draft length up to this
 # vLLM takes a drafter whose path contains one of these for that kind of drafter
 MISREAD_IN_PATHS = ("eagle-", "eagle3", "dflash", "dspark")
 # What may differ between two runs into one output directory: it decides what is shown, not what is made.
@@ -286,7 +287,7 @@ class EvaluationArguments:
     speed_repeats: int = field(default=2, metadata={"help": "How often each prompt is timed, in turn."})
 
     def __post_init__(self) -> None:
-        check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, 8)
+        check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         check_range("evaluation", "early_stopping_patience", self.early_stopping_patience, 0, 1_000_000)
         check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
         check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)

@@ -44,7 +44,7 @@ def test_lists_and_nothing_come_from_both(tmp_path: Path) -> None:
         ("top_p: 1.5", [], "top_p 1.5"),
         ("min_p: 1.5", [], "min_p 1.5: expected 0"),
         ("min_p: 0.1\ntop_p: 0.9\nengine: vllm", [], "vLLM applies min_p before top_p"),
-        ("num_speculative_tokens: 0", [], "num_speculative_tokens = 0: expected 1 to 8"),
+        ("num_speculative_tokens: 0", [], "num_speculative_tokens = 0: expected 1 to 10"),
         ("target_dtype: fp32", [], "target_dtype = 'fp32': expected one of float32, bfloat16, float16"),
         ("eval_temperature: 0", [], "eval_temperature"),
         ("train_temperatures: []", [], "train_temperatures is empty"),

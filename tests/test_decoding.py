@@ -138,8 +138,19 @@ def test_e1_eos_inside_an_accepted_block_ends_the_output_and_e10_the_limit_is_ex
     stop = next(token for i, token in enumerate(text) if i >= 4 and token not in text[:i])
     end = text.index(stop) + 1
     drafter = Scripted([*text, 0, 0, 0, 0, 0], len(prompt))
-    result = decode(target, prompt, SamplingSpec(max_new_tokens=30), [stop], drafter=drafter, num_speculative_tokens=5)
+    told: list[tuple[list[int], int]] = []
+    result = decode(
+        target,
+        prompt,
+        SamplingSpec(max_new_tokens=30),
+        [stop],
+        drafter=drafter,
+        num_speculative_tokens=5,
+        on_step=lambda token_ids, num_accepted: told.append((token_ids, num_accepted)),
+    )
     assert result.completion_ids == text[:end]
+    assert [token for token_ids, _ in told for token in token_ids] == text[:end]
+    assert sum(num_accepted for _, num_accepted in told) == result.counts("p", "d", 5).num_accepted_tokens
     assert result.finish_reason == "stop"
     counts = result.counts("p", "d", 5)
     assert counts.num_draft_tokens == counts.num_accepted_tokens + (len(result.steps) - 1) * 0

@@ -72,14 +72,14 @@ def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, special: tu
     for token in ids:
         if token in control:
             name = tokenizer.convert_ids_to_tokens(token)
-            parts += [_visible(str(tokenizer.decode(run))), special[0], str(name), special[1], back]
+            parts += [visible(str(tokenizer.decode(run))), special[0], str(name), special[1], back]
             run = []
         else:
             run.append(token)
-    return "".join([*parts, _visible(str(tokenizer.decode(run)))])
+    return "".join([*parts, visible(str(tokenizer.decode(run)))])
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """No control character of a text reaches the terminal, but line ends and tabs."""
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else f"\\x{ord(c):02x}" for c in text

@@ -3,10 +3,10 @@
 Batch size 1. Shapes: N drafted tokens of a block, V vocabulary, D hidden size.
 """
 
-import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from time import perf_counter as clock
 
 import torch
 from torch import Tensor
@@ -67,27 +67,62 @@ class DecodeResult:
         return dict(sorted(Counter(step.drafted for step in self.steps).items()))
 
 
-def _verify(
-    logits: Tensor,
-    proposal: Proposal,
-    sampling: SamplingSpec,
-    generator: torch.Generator,
-    typical: TypicalAcceptance | None,
-) -> tuple[list[int], int]:
-    """Verify a block: (the accepted drafts' numbers, the target's token after them). `logits` [N + 1, V]."""
-    draft_ids, probs, parents = proposal.token_ids.to(logits.device)[None], proposal.probs, proposal.parents
-    uniforms = _NO_NUMBERS if sampling.is_greedy else uniform_numbers((1, len(logits)), generator)
-    last, following = verify(
-        logits[None],
-        draft_ids,
-        None if probs is None else probs[None],
-        None if parents is None else parents.to(logits.device),
-        sampling,
-        uniforms,
-        typical,
-    )
-    node, token = torch.cat([last, following]).tolist()
-    return (list(range(node + 1)) if parents is None else _path(node, parents.tolist())), token
+@dataclass(frozen=True)
+class _Verified:
+    """What one pass of the target adds to the text: the accepted drafts, then its own token.
+
+    `num_levels`: tokens drafted, of a tree its levels. `newest_hidden` [D]: the state that produced its own token.
+    """
+
+    token_ids: list[int]
+    num_accepted: int
+    num_levels: int
+    newest_hidden: Tensor
+
+
+class _Verifier:
+    """The target at work on one text: its cache, and the rule by which it accepts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampling: SamplingSpec,
+        generator: torch.Generator,
+        typical: TypicalAcceptance | None,
+    ) -> None:
+        self.model, self.cache = model, new_cache(model)
+        self.sampling, self.generator, self.typical = sampling, generator, typical
+
+    def read(self, prompt_ids: list[int]) -> _Verified:
+        """Feed the prompt, which gives the first token."""
+        hidden, logits = forward_block(self.model, prompt_ids, self.cache, logits_to_keep=1)
+        return _Verified([self._decide(logits, _NO_DRAFT)[1]], 0, 0, hidden[-1])
+
+    def check(self, newest_id: int, draft_ids: list[int], proposal: Proposal) -> _Verified:
+        """Feed the newest token and the drafts of `proposal`; the cache keeps those that are accepted."""
+        visible = None if proposal.parents is None else block_attention(proposal.parents)  # [N + 1, N + 1]
+        hidden, logits = forward_block(self.model, [newest_id, *draft_ids], self.cache, visible=visible)
+        accepted, following = self._decide(logits, proposal)
+        keep_fed(self.cache, len(draft_ids), accepted)
+        num_levels = len(draft_ids) if visible is None else int(visible.sum(dim=-1).max()) - 1
+        token_ids = [*(draft_ids[node] for node in accepted), following]
+        return _Verified(token_ids, len(accepted), num_levels, hidden[accepted[-1] + 1 if accepted else 0])
+
+    def _decide(self, logits: Tensor, proposal: Proposal) -> tuple[list[int], int]:
+        """The accepted drafts' numbers, and the target's token after them. `logits` [N + 1, V]."""
+        ids, probs, parents = proposal.token_ids.to(logits.device)[None], proposal.probs, proposal.parents
+        uniforms = _NO_NUMBERS if self.sampling.is_greedy else uniform_numbers((1, len(logits)), self.generator)
+        last, following = verify(
+            logits[None],
+            ids,
+            None if probs is None else probs[None],
+            None if parents is None else parents.to(logits.device),
+            self.sampling,
+            uniforms,
+            self.typical,
+        )
+        node, token = torch.cat([last, following]).tolist()
+        return (list(range(node + 1)) if parents is None else _path(node, parents.tolist())), token
 
 
 def _path(node: int, parents: list[int]) -> list[int]:
@@ -131,14 +166,17 @@ def decode(
     stop_strings: StopStringCriteria | None = None,
     typical: TypicalAcceptance | None = None,
     generator: torch.Generator | None = None,
+    on_step: Callable[[list[int], int], None] | None = None,
 ) -> DecodeResult:
     """Decode one prompt, speculatively with a `drafter` and by the target alone without.
 
     Blocks have `num_speculative_tokens`, or as many as `policy` says where one is given. The output is the target's
     own: token for token at temperature 0, in distribution above it (verify.py). `typical` accepts more and gives that
     up: the result is marked as not lossless. The text ends with the first EOS id, with the token that completes a stop
-    string, at `sampling.max_new_tokens`, or at the model's context length. Raises ConfigError where the drafter's tree
-    fits neither the model nor the policy, and where `typical` is given at temperature 0.
+    string, at `sampling.max_new_tokens`, or at the model's context length. `on_step` is told the tokens that each pass
+    of the target added, the prompt's first, and how many of them from the front were drafted; its time does not count.
+    Raises ConfigError where the drafter's tree fits neither the model nor the policy, and where `typical` is given at
+    temperature 0.
     """
     policy = policy or FixedLength(num_speculative_tokens)
     _check(model, drafter, policy, sampling, typical)
@@ -148,32 +186,28 @@ def decode(
     stops = Stops(frozenset(eos_token_ids), stop_strings)
     tokens = list(prompt_ids)
     context = DecodeContext(tokens, sampling if samples_drafts else None, generator, policy.confidence_threshold)
-    cache = new_cache(model)
-    clock = time.perf_counter
+    verifier = _Verifier(model, sampling, generator, typical)
+    tell = on_step or (lambda token_ids, num_accepted: None)
     began = clock()
-    hidden, logits = forward_block(model, tokens, cache, logits_to_keep=1)
+    verified = verifier.read(tokens)
     if drafter is not None:
         drafter.reset()
-    tokens.append(_verify(logits, _NO_DRAFT, sampling, generator, None)[1])
-    newest_hidden = hidden[-1]
+    tokens += verified.token_ids
     stopped = stops.cut(tokens, 1)
     result = DecodeResult([], "length", prefill_seconds=clock() - began, lossless=typical is None)
+    tell(tokens[-1:], 0)
     while not stopped and (done := len(tokens) - len(prompt_ids)) < limit:
         began = clock()
-        proposal = _propose(drafter, context, newest_hidden, min(policy.draft_length(), limit - done))
+        proposal = _propose(drafter, context, verified.newest_hidden, min(policy.draft_length(), limit - done))
         draft_ids = [max(token, 0) for token in proposal.token_ids.tolist()]  # where there was none to draw: any
-        visible = None if proposal.parents is None else block_attention(proposal.parents)
         drafted = clock()
-        hidden, logits = forward_block(model, [tokens[-1], *draft_ids], cache, visible=visible)
-        accepted, following = _verify(logits, proposal, sampling, generator, typical)
-        emitted = [*(draft_ids[node] for node in accepted), following][: limit - done]
-        tokens.extend(emitted)
-        stopped = stops.cut(tokens, len(emitted))
-        keep_fed(cache, len(draft_ids), accepted)
-        newest_hidden = hidden[accepted[-1] + 1 if accepted else 0]
-        num_levels = len(draft_ids) if visible is None else int(visible.sum(dim=-1).max()) - 1
-        result.add(Step(done, num_levels, len(accepted)), drafted - began, clock() - drafted)
-        policy.update(Block(num_levels, len(accepted), clock() - began))
+        verified = verifier.check(tokens[-1], draft_ids, proposal)
+        tokens += verified.token_ids[: limit - done]
+        stopped = stops.cut(tokens, len(tokens) - len(prompt_ids) - done)
+        result.add(Step(done, verified.num_levels, verified.num_accepted), drafted - began, clock() - drafted)
+        policy.update(Block(verified.num_levels, verified.num_accepted, clock() - began))
+        fresh = tokens[len(prompt_ids) + done :]
+        tell(fresh, min(verified.num_accepted, len(fresh)))
     result.completion_ids = tokens[len(prompt_ids) :]
     result.finish_reason = "stop" if stopped else "length"
     return result

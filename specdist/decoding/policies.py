@@ -11,6 +11,8 @@ from typing import Protocol
 
 from specdist.errors import ConfigError
 
+POLICIES = ("fixed", "last-block", "acceptance", "pays")
+
 
 @dataclass(frozen=True)
 class Block:
@@ -168,3 +170,16 @@ class WhileItPays:
             self._trials_paid += 1
             probing = self._trials_paid % self.refresh == 0
             self._begin(drafting=not probing, steps=self.probe if probing else self.trial)
+
+
+def make_policy(name: str, length: int, longest: int | None = None) -> DraftLengthPolicy:
+    """The policy of POLICIES that `name` says, which starts with blocks of `length`, as a person would have it.
+
+    `longest`: what the drafter can draft at most, None where nothing limits it. "pays": `length` while that pays.
+    """
+    longest = longest or max(8, length)
+    if name == "last-block":
+        return ByLastBlock(length, 1, longest)
+    if name == "acceptance":
+        return ByAcceptance(length, min(2, length), longest)
+    return WhileItPays(FixedLength(length)) if name == "pays" else FixedLength(length)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdist import metrics, provenance
+from specdist.config import MAX_SPECULATIVE_TOKENS
 from specdist.drafters.causal_lm import fitted_vocabulary
 from specdist.drafters.heads import HeadsOnTarget
 from specdist.drafters.ngram import NgramDrafter
@@ -31,8 +32,6 @@ from specdist.tree import MAX_RANK, DraftTree, ranks
 from specdist.verify import served_logprobs
 
 logger = logging.getLogger(__name__)
-
-MAX_SPECULATIVE_TOKENS = 8
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specdist.drafters.heads_file import HEADS_FILE, heads_of
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export.engines import ENGINES, ORIGINAL, TGI, VLLM, check_path, check_readable
 from specdist.export.medusa import CHANGED_TARGET, heads_config, known_limits, write_heads
-from specdist.export.record import EXPORT_FILE, ExportRecord, read_record, write_record
+from specdist.export.record import EXPORT_FILE, ExportRecord, check_made_for, read_record, write_record
 from specdist.target import Target
 from specdist.tree import DraftTree
 
@@ -64,11 +64,7 @@ def check_output(directory: Path) -> None:
 
 def _check_target(record: ExportRecord, target: Target, copy: Tensor | None) -> None:
     """Raise ConfigError unless the export was made for `target`, and a copy of its projection [V, D] still is one."""
-    if target.identity.weights_sha256 != record.target.weights_sha256:
-        raise ConfigError(
-            f"target {target.identity.model_id}: weights {target.identity.weights_sha256[:12]}, but the export was "
-            f"made for {record.target.model_id} with {record.target.weights_sha256[:12]}; give that one"
-        )
+    check_made_for(record, target)
     if copy is not None and not torch.equal(target.load_model(copy.dtype).get_output_embeddings().weight, copy):
         raise ConfigError(
             "the export's copy of the output projection is not the target's; export the heads from their run again"

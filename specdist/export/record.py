@@ -11,10 +11,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdist.errors import ArtifactError
+from specdist.errors import ArtifactError, ConfigError
 from specdist.export_record import EXPORT_FILE, ExportRecord, read_record, write_record
+from specdist.target import Target
 
-__all__ = ["EXPORT_FILE", "ExportRecord", "check_read_back", "copy_tokenizer", "read_record", "write_record"]
+__all__ = [
+    "EXPORT_FILE",
+    "ExportRecord",
+    "check_made_for",
+    "check_read_back",
+    "copy_tokenizer",
+    "read_record",
+    "write_record",
+]
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,6 +36,15 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
+
+
+def check_made_for(record: ExportRecord, target: Target) -> None:
+    """Raise ConfigError unless the export was made for `target`, by the hash of its weights."""
+    if target.identity.weights_sha256 != record.target.weights_sha256:
+        raise ConfigError(
+            f"target {target.identity.model_id}: weights {target.identity.weights_sha256[:12]}, but the export was "
+            f"made for {record.target.model_id} with {record.target.weights_sha256[:12]}; give that one"
+        )
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

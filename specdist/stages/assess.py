@@ -8,9 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from specdist import provenance, tracking
+from specdist.config import MAX_SPECULATIVE_TOKENS
 from specdist.drafters.base import Drafter
 from specdist.errors import ArtifactError
-from specdist.evaluation.acceptance import MAX_SPECULATIVE_TOKENS, EvalSet, Scorer, evaluate
+from specdist.evaluation.acceptance import EvalSet, Scorer, evaluate
 from specdist.evaluation.certify import certify_greedy, certify_sampled
 from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from specdist import provenance
-from specdist.errors import ArtifactError
 from specdist.evaluation.compare import compare_reports, comparison_lines
 from specdist.evaluation.compare_page import render_comparison
 from specdist.evaluation.report import REPORT_FILE, read_report
-from specdist.registry.store import Registry, model_names
+from specdist.registry.names import named_version
 from specdist.schema import EvalReport
 
 
@@ -21,15 +20,7 @@ def find_report(name: str, root: Path) -> EvalReport:
         return EvalReport.from_json(provenance.read_json(path), name)
     if path.is_dir():
         return read_report(path)
-    model, _, number = name.partition("@")
-    if not root.is_dir() or model not in (models := model_names(root)):
-        known = f"; {root} has the models {models}" if root.is_dir() else f"; there is no registry at {root}"
-        raise ArtifactError(f"{name}: no {REPORT_FILE}, no directory with one, and no MODEL[@N] of a registry{known}")
-    registry = Registry(root, model)
-    version = registry.get(number) if number else registry.champion()
-    if version is None:
-        raise ArtifactError(f"{name}: {model} has no champion yet; name a version, {model}@N")
-    return read_report(version.path)
+    return read_report(named_version(name, root, REPORT_FILE))
 
 
 def _shown(name: str) -> str:
