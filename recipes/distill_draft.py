@@ -108,7 +108,7 @@ def main() -> int:
             vocabulary_ids=read_vocabulary(init),
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, data.manifest))
+    return release(run, assess_export(run, loader, eval_sets, points, data.manifest), data.manifest)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main() -> int:
             adapter=best / ADAPTER_DIRECTORY if arguments.changes_target else None,
         )
     run.state.wait_for_everyone()
-    return release(run, assess_export(run, loader, eval_sets, points, data.manifest, heads))
+    return release(run, assess_export(run, loader, eval_sets, points, data.manifest, heads), data.manifest)
 
 
 if __name__ == "__main__":

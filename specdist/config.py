@@ -30,6 +30,7 @@ VOLATILE_KEYS = frozenset(
         "overwrite",
         "dataloader_num_workers",
         "run_name",
+        "license",
         "only_data",
         "server_urls",
         "server_model",
@@ -302,6 +303,9 @@ class ReleaseArguments:
     model_name: str = field(default="drafter", metadata={"help": "Name in the registry."})
     registry: str = field(default="runs/registry", metadata={"help": "Directory of the registry."})
     gate_policy: str = field(default="recipes/configs/gate.yaml", metadata={"help": "The gate's policy."})
+    license: str | None = field(
+        default=None, metadata={"help": "For the model card: an identifier of Hugging Face's, for example apache-2.0."}
+    )
     only_data: bool = field(default=False, metadata={"help": "Stop when the datasets are written."})
     dry_run: bool = field(default=False, metadata={"help": "Check everything, print the plan, do nothing."})
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from heads_factory import export_heads, make_heads
+from huggingface_hub import ModelCard
 from registry_factory import empty_database
 from report_factory import make_report as make_full_report
 from test_run import begin
 
 from specdist.drafter_config import OWN
 from specdist.evaluation.report import REPORT_FILE, read_report
+from specdist.export_record import read_record
 from specdist.provenance import write_json
 from specdist.registry.store import Registry
 from specdist.schema import EvalReport
@@ -70,6 +72,10 @@ def test_a_promoted_drafter_serves_a_held_one_is_challenger_and_both_are_counted
     champion = run.registry.champion()
     assert champion is not None
     assert (champion.number, run.registry.challenger(), attempts(run)) == ("1", None, 1)
+    card = ModelCard.load(run.registry.champion_path() / "README.md")
+    assert "**Verdict: promote**" in card.text
+    assert card.data.model_name == run.config.release.model_name
+    assert read_record(run.registry.champion_path()).drafter_sha256 == first.drafter_sha256, "the card lies beside"
     assert release(run, first) == 0, "repeated, it keeps its verdict"
     assert attempts(run) == 1
     held = measured(run, 1.0, seed=2)  # the same strength: no difference to be shown
@@ -117,6 +123,7 @@ def test_x1_a_damaged_export_is_rejected_and_not_published(run: Run) -> None:
     assert decision.reason.startswith("export: ")
     assert "truncated" in decision.reason
     assert run.registry.champion() is None
+    assert not (run.directory / "README.md").exists()
 
 
 def test_g6_a_champion_whose_report_is_damaged_holds_the_next(run: Run) -> None:

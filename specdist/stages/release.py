@@ -7,18 +7,17 @@ from pathlib import Path
 from specdist import provenance
 from specdist.demo import DEMO_NAME
 from specdist.errors import ArtifactError, StaleBaseline
-from specdist.evaluation.report import read_report, write_report
+from specdist.evaluation.report import read_report
 from specdist.export.medusa import CHANGED_TARGET
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
 from specdist.registry.attempts import count_attempt
 from specdist.registry.version import Version
-from specdist.schema import EvalReport, GateDecision, TargetIdentity
+from specdist.schema import DatasetManifest, EvalReport, GateDecision, TargetIdentity
+from specdist.stages.evidence import GATE_FILE, evidence, write_evidence
 from specdist.stages.run import Run
 
 logger = logging.getLogger(__name__)
-
-GATE_FILE = "gate.json"
 
 
 def _tags(run: Run, report: EvalReport, decision: GateDecision) -> dict[str, str]:
@@ -78,7 +77,7 @@ def _champion_report(version: Version | None) -> tuple[EvalReport | None, str]:
         return None, str(error)
 
 
-def _judge(run: Run, report: EvalReport, attempts: int) -> GateDecision:
+def _judge(run: Run, report: EvalReport, data: DatasetManifest | None, attempts: int) -> GateDecision:
     champion = run.registry.champion()
     champion_report, fault = _champion_report(champion)
     decision = decide(
@@ -91,12 +90,11 @@ def _judge(run: Run, report: EvalReport, attempts: int) -> GateDecision:
         export_faults=export_faults(run.export, run.target.identity, report),
         attempts=attempts,
     )
-    provenance.write_json(run.directory / GATE_FILE, decision.to_json())
-    write_report(report, run.directory, decision)
+    write_evidence(run, report, decision, data)
     return decision
 
 
-def _judge_and_publish(run: Run, report: EvalReport) -> tuple[GateDecision, str | None]:
+def _judge_and_publish(run: Run, report: EvalReport, data: DatasetManifest | None) -> tuple[GateDecision, str | None]:
     """The verdict and, where it is to promote, the number of the version that was published.
 
     One that is held becomes challenger. Where another champion came to serve in between, the drafter is judged again,
@@ -106,10 +104,9 @@ def _judge_and_publish(run: Run, report: EvalReport) -> tuple[GateDecision, str 
         run.registry, eval_prompts_sha256=report.eval_prompts_sha256, drafter_sha256=report.drafter_sha256
     )
     while True:
-        decision = _judge(run, report, attempts)
+        decision = _judge(run, report, data, attempts)
         logger.info("gate\n%s", format_decision(decision))
-        files = {name: run.directory / name for name in ("report.json", "report.html", GATE_FILE)}
-        tags, expected = _tags(run, report, decision), decision.champion_version
+        files, tags, expected = evidence(run.directory), _tags(run, report, decision), decision.champion_version
         if decision.verdict == "hold":
             number = run.registry.challenge(run.export, files=files, tags=tags)
             logger.info("registry: version %s of %s is challenger", number, run.config.release.model_name)
@@ -121,17 +118,18 @@ def _judge_and_publish(run: Run, report: EvalReport) -> tuple[GateDecision, str 
             logger.warning("%s; judging against that one", error)
 
 
-def release(run: Run, report: EvalReport) -> int:
+def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -> int:
     """Judge the report, publish the export if it passes, and give the exit status: 0 only for a promoted drafter.
 
-    A drafter that has been champion keeps its verdict and is not published again, whatever serves now.
+    A drafter that has been champion keeps its verdict and is not published again, whatever serves now. `data`: the
+    dataset that it learned from.
     """
     if not run.is_main:
         return 0
     number = _served_before(run, report)
     decision = read_release(run.directory)[1] if number else None
     if decision is None:
-        decision, number = _judge_and_publish(run, report)
+        decision, number = _judge_and_publish(run, report, data)
     else:
         logger.info("gate\n%s", format_decision(decision))
     if decision.verdict == "promote":
