@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(groups.add_parser("export", help="write an export as one engine reads it, or say why it would not"))
     _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
     _add_decode(groups.add_parser("decode", help="an answer as it is decoded, accepted drafts in colour, and counters"))
+    _add_sync(groups.add_parser("sync", help="send to W&B what runs left in the outbox while it could not be reached"))
     _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
@@ -137,6 +138,17 @@ def _decode(arguments: argparse.Namespace) -> None:
     )
     colour = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     decode_prompt(request, sys.stdout, sys.stderr, colour=colour)
+
+
+def _add_sync(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    command.add_argument(
+        "--wandb-registry",
+        default="model",
+        help='W&B Registry for what was promoted, "" for none (default: %(default)s)',
+    )
+    command.add_argument("--seconds", type=float, default=600.0, help="longest for one entry (default: %(default)s)")
+    command.set_defaults(run=_sync)
 
 
 def _add_data_commands(data: argparse.ArgumentParser) -> None:
@@ -251,6 +263,13 @@ def _compare(arguments: argparse.Namespace) -> None:
     from specdist.stages.compare import compare
 
     for line in compare(arguments.first, arguments.second, arguments.html, arguments.root):
+        _write(line)
+
+
+def _sync(arguments: argparse.Namespace) -> None:
+    from specdist.stages.sync import sync
+
+    for line in sync(arguments.root, wandb_registry=arguments.wandb_registry, seconds=arguments.seconds):
         _write(line)
 
 

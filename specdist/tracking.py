@@ -1,11 +1,15 @@
-"""Owns the names of metrics and how a run is tracked: W&B where there is a key, W&B offline where there is none.
+"""Owns the names of metrics and how a run is tracked: W&B where its server answers, W&B offline where it does not.
 
-The complete record is always `metrics.jsonl` in the run's directory (training/callbacks.py); W&B is a view of it.
+The complete record is always `metrics.jsonl` in the run's directory (training/callbacks.py); W&B is a view of it. So
+nothing here ever stops a run, and every wait on a server is bounded.
 """
 
+import http.client
 import logging
 import netrc
 import os
+import urllib.error
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -18,15 +22,38 @@ ACCEPTANCE_RATE = "acceptance/acceptance_rate"
 GAIN_OVER_UNTRAINED = "acceptance/gain_over_untrained"
 GAIN_OVER_CHAMPION = "acceptance/gain_over_champion"
 
+PROBE_SECONDS = 3.0
+_STEP = "train/global_step"  # as the trainer's callback calls it
+_INIT_SECONDS, _FINISH_SECONDS = "20", "30"  # W&B's own limits are 90 s, and none
+
+
+def _base_url() -> str:
+    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
+
 
 def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    host = _base_url().split("://")[-1].split("/")[0]
     try:
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def offline_reason() -> str:
+    """Why nothing can be sent to W&B now: the mode, no key, or a server that does not answer in time; "" if it can."""
+    if (mode := os.environ.get("WANDB_MODE", "online")) != "online":
+        return f"WANDB_MODE is {mode}"
+    if not _has_wandb_key():
+        return "no key found (run `wandb login`, or set WANDB_API_KEY)"
+    try:
+        with urllib.request.urlopen(f"{_base_url()}/healthz", timeout=PROBE_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{_base_url()} answers with status {error.code}" if error.code >= 500 else ""
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"{_base_url()} does not answer ({error})"
 
 
 def prepare_wandb(report_to: list[str], run_directory: Path, group: str) -> None:
@@ -42,9 +69,64 @@ def prepare_wandb(report_to: list[str], run_directory: Path, group: str) -> None
     os.environ.setdefault("WANDB_DIR", str(run_directory))
     os.environ.setdefault("WANDB_RUN_GROUP", group)
     os.environ.setdefault("WANDB_SILENT", "true")
-    # A new id per attempt: two offline attempts with one id would overwrite each other when they are sent
-    os.environ["WANDB_RUN_ID"] = uuid.uuid4().hex[:8]
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", _INIT_SECONDS)
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_SECONDS)
+    _new_run_id()
     if os.environ.get("WANDB_MODE") == "offline":
-        logger.info(
-            "W&B logs offline (no key found); send it later with: wandb sync %s/wandb/offline-run-*", run_directory
-        )
+        logger.info("W&B logs offline (no key found); it is sent by `specdist sync`")
+
+
+def _new_run_id() -> None:
+    """A new id per attempt: two offline attempts with one id would overwrite each other when they are sent."""
+    os.environ["WANDB_RUN_ID"] = uuid.uuid4().hex[:8]
+
+
+def start_wandb(
+    report_to: list[str], name: str | None, *, step: int = 0, values: dict[str, float] | None = None
+) -> None:
+    """Open the W&B run that the trainer's callback logs to: offline where the server does not answer or refuses.
+
+    The callback would open it itself, and end the training where that fails. `values`: the acceptance of the checkpoint
+    of `step` that training goes on from; the attempt before may have been killed before it logged them.
+    """
+    if "wandb" not in report_to:
+        return
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and (reason := offline_reason()):
+        _go_offline(reason)
+    try:
+        _open_run(name)
+    except (wandb.Error, OSError) as error:
+        _go_offline(str(error).splitlines()[0])
+        _open_run(name)
+    wandb.define_metric(_STEP)
+    wandb.define_metric("*", step_metric=_STEP, step_sync=True)
+    if values:
+        wandb.log({_STEP: step, **{f"train/{key}": value for key, value in values.items()}})
+
+
+def _open_run(name: str | None) -> None:
+    """What the environment says, said to wandb at each call: it reads the environment once in a process."""
+    import wandb
+
+    said = os.environ
+    limits = wandb.Settings(
+        init_timeout=float(said.get("WANDB_INIT_TIMEOUT", _INIT_SECONDS)),
+        finish_timeout=float(said.get("WANDB_FINISH_TIMEOUT", _FINISH_SECONDS)),
+    )
+    wandb.init(
+        project=said.get("WANDB_PROJECT"),
+        group=said.get("WANDB_RUN_GROUP"),
+        id=said.get("WANDB_RUN_ID"),
+        dir=said.get("WANDB_DIR"),
+        mode=said.get("WANDB_MODE", "online"),  # type: ignore[arg-type] # a literal there
+        name=name,
+        settings=limits,
+    )
+
+
+def _go_offline(reason: str) -> None:
+    logger.warning("W&B logs offline: %s; it is sent by `specdist sync`", reason)
+    os.environ["WANDB_MODE"] = "offline"
+    _new_run_id()

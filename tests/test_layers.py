@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "drafter_config",
             "safetensors_file",
             "export_record",
+            "outbox",
         ),
         (),
     ),
@@ -52,7 +53,12 @@ LAYERS["L7 stages"] = (("stages",), BELOW_TOP)
 LAYERS["L7 cli"] = (("cli",), (*BELOW_TOP, "L7 stages"))
 
 # Package → the only modules that may import it; an empty tuple means none
-ONLY_IN = {"mlflow": ("registry.mlflow",), "vllm": ("generation.vllm",), "recipes": ()}
+ONLY_IN = {
+    "mlflow": ("registry.mlflow",),
+    "vllm": ("generation.vllm",),
+    "wandb": ("tracking", "stages.send"),
+    "recipes": (),
+}
 NEVER_IN_L0 = ("torch", "transformers")
 
 

@@ -16,6 +16,7 @@ from specdist.registry.version import Version
 from specdist.schema import DatasetManifest, EvalReport, GateDecision, TargetIdentity
 from specdist.stages.evidence import GATE_FILE, evidence, write_evidence
 from specdist.stages.run import Run
+from specdist.stages.sync import note_release
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -
         decision, number = _judge_and_publish(run, report, data)
     else:
         logger.info("gate\n%s", format_decision(decision))
+    note_release(run, report, decision)
     if decision.verdict == "promote":
         champion = run.registry.champion()
         serves = "serves as champion" if champion and champion.number == number else "was champion; another serves now"

@@ -330,9 +330,10 @@ def start(
         _lock(lock, directory)
         _claim_directory(directory, config, target, kind)
     state.wait_for_everyone()
-    tracking.prepare_wandb(_report_to(config.training), directory, config.release.model_name)
+    tracking.prepare_wandb(report_to(config.training), directory, config.release.model_name)
     return run
 
 
-def _report_to(training: Any) -> list[str]:
+def report_to(training: Any) -> list[str]:
+    """The names of the trackers that the trainer reports to."""
     return [training.report_to] if isinstance(training.report_to, str) else list(training.report_to or [])

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import Trainer
 
-from specdist import provenance
+from specdist import provenance, tracking
 from specdist.stages.assess import forget_after, lower_bounds
-from specdist.stages.run import Run
+from specdist.stages.run import Run, report_to
 from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
 from specdist.training.checkpoints import checkpoint_step, is_stalled, last_complete_checkpoint, rotate
 
@@ -29,12 +29,15 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
         logger.info("training: finished before, %s", provenance.read_json(done))
         return
     metrics = MetricsFile(run.directory / "metrics.jsonl")
-    resume_from = _resume(run, metrics, measure)
+    resume_from, values = _resume(run, metrics, measure)
     arguments = copy(run.config.training)
     arguments.output_dir = str(run.checkpoints)
     limit, arguments.save_total_limit = arguments.save_total_limit, None  # the trainer's own rotation knows no best
     patience = run.config.evaluation.early_stopping_patience
     if not (resume_from and is_stalled(lower_bounds(run), patience)):
+        if run.is_main:
+            step = checkpoint_step(resume_from) if resume_from else 0
+            tracking.start_wandb(report_to(arguments), arguments.run_name, step=step, values=values)
         acceptance = CheckpointAcceptance(
             measure, lambda: lower_bounds(run), save_total_limit=limit, early_stopping_patience=patience
         )
@@ -48,8 +51,11 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
     run.state.wait_for_everyone()
 
 
-def _resume(run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, float]]) -> Path | None:
-    """The checkpoint to go on from, measured; what was recorded after it is dropped."""
+def _resume(
+    run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, float]]
+) -> tuple[Path | None, dict[str, float]]:
+    """The checkpoint to go on from, and what was measured of it; what was recorded after it is dropped."""
+    values: dict[str, float] = {}
     checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
     if run.is_main:
         forget_after(run, checkpoint_step(checkpoint) if checkpoint else 0)
@@ -59,4 +65,4 @@ def _resume(run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, 
         values = measure(checkpoint)
         if run.is_main:
             metrics.resume(checkpoint_step(checkpoint), values)
-    return checkpoint
+    return checkpoint, values
