@@ -146,7 +146,7 @@ def test_where_texts_part_is_said(artefacts: Path) -> None:
     speed, text = comparison_lines(result(5, 6, 7, 8), result(5, 6, 9), asked)
     assert "speed: 1.33 times" in speed
     assert "differs from token 3 on" in text
-    assert text.endswith("compare in float32")
+    assert text.endswith("--dtype float32 tells")
     assert "differs from token 3 on" in comparison_lines(result(5, 6), result(5, 6, 9), asked)[1]
 
 

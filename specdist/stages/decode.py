@@ -190,6 +190,6 @@ def comparison_lines(ours: DecodeResult, alone: DecodeResult, request: DecodeReq
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return [
         speed,
-        f"  text: differs from token {same + 1} on; in {request.dtype} rounding decides between logits that are nearly "
-        "equal, and a block is rounded otherwise than a token" + "; compare in float32" * (request.dtype != "float32"),
+        f"  text: differs from token {same + 1} on; in {request.dtype} near-equal logits may fall either way"
+        + ", --dtype float32 tells" * (request.dtype != "float32"),
     ]
