@@ -107,7 +107,11 @@ def _read_run(file: Path) -> OfflineRun:
             run.finished = True
         elif kind == "artifact":
             files = sorted(entry.path for entry in record.artifact.manifest.contents)
-            run.artifacts[record.artifact.type] = (record.artifact.name, files, json.loads(record.artifact.metadata))
+            run.artifacts[record.artifact.type] = (
+                record.artifact.name,
+                files,
+                json.loads(record.artifact.metadata or "{}"),
+            )
     return run
 
 
