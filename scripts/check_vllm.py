@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from specdist import metrics, provenance
 from specdist.demo import demo_target
 from specdist.errors import ArtifactError, SpecdistError
-from specdist.schema import AcceptanceResult, DatasetManifest, EvalReport, PromptCounts
+from specdist.schema import AcceptanceResult, DatasetManifest, EvalReport, PromptCounts, SamplingSpec
 
 # Two runs may part where the two best tokens are this close, since another block size rounds differently. In float32
 # it is the gap below which specdist's own reports call a divergence a near-tie, far above rounding. bfloat16 has 8
@@ -179,14 +179,11 @@ def read_rows(directory: Path, manifest: DatasetManifest, drafters: Sequence[Dra
             raise ArtifactError(f"{directory / name}: missing or altered; make the dataset again")
         rows += pq.read_table(directory / name).to_pylist()
     counted = set.intersection(*({p.prompt_id for p in d.acceptance.prompts} for d in drafters))
-    greedy = asdict(next(sampling for sampling in manifest.inputs.samplings if sampling.is_greedy))
-    turns = Counter(row["prompt_id"] for row in rows if row["sampling"] == greedy)
-    usable = [
-        row
-        for row in rows
-        # The counters of a conversation of several turns are those of all its rows together
-        if row["sampling"] == greedy and row["prompt_id"] in counted and turns[row["prompt_id"]] == 1
-    ]
+    greedy = next(sampling for sampling in manifest.inputs.samplings if sampling.is_greedy)
+    greedy_rows = [row for row in rows if SamplingSpec(**row["sampling"]) == greedy]
+    turns = Counter(row["prompt_id"] for row in greedy_rows)
+    # The counters of a conversation of several turns are those of all its rows together
+    usable = [row for row in greedy_rows if row["prompt_id"] in counted and turns[row["prompt_id"]] == 1]
     if not usable:
         raise ArtifactError(f"{directory}: no prompt of it is counted in the reports of all drafters; give --dataset")
     return sorted(usable, key=lambda row: row["id"])[:limit]

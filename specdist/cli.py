@@ -30,13 +30,16 @@ _COLUMNS = ("model", "version", "alias", "mean accepted length", "created")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 with the reason on stderr."""
+    """Run one command; returns the exit code: 0, 2 with the reason on stderr, or 130 where it was interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
     except SpecdistError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return 130
     return 0
 
 
