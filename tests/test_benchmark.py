@@ -75,13 +75,14 @@ def test_train_heads_takes_the_published_step_and_reports_every_way(tiny_target:
     result = benchmark(
         *("train-heads", "--target", str(tiny_target), "--heads", "2", "--documents", "2", "--batch-rows", "2"),
         *("--max-length", "100", "--rounds", "1", "--threads", "1"),
+        *("--ways", "plain, autocast", "own", "shared, cached states", "target's pass alone"),
     )
     names = ("difference of loss of own and plain", "largest difference of gradients of own and plain")
     assert judged(result.stdout) == {f"2 heads, {name}": True for name in names}, result.stdout + result.stderr
     rows = re.findall(
         r"^\| 2 \| ([\w', ]+) \| ([\d.]+) \| [\d.]+ \| \d+ \| [\d.]+ \|$", result.stdout, flags=re.MULTILINE
     )
-    ours = ["own", "low_rank", "shared", "own, cached states", "shared, cached states"]
+    ours = ["own", "shared, cached states"]
     assert [way for way, _ in rows] == ["plain", "plain, autocast", *ours, "target's pass alone"]
     assert all(float(speed) > 0 for _, speed in rows)
     assert result.returncode == 0

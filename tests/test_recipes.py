@@ -145,7 +145,7 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
         shown = run([sys.executable, "-c", ADVISE, "--measured", str(tmp_path / "run")])
         assert shown.returncode == 0, shown.stderr
         lines = shown.stdout.split("predicted and measured speed-up")[1].splitlines()[2:]
-        assert [line.split()[0] for line in lines] == [str(gamma) for gamma in range(1, 9)]
+        assert [line.split()[0] for line in lines] == [str(gamma) for gamma in range(1, 11)]
 
     weaker = command(
         kind, target, tmp_path, "--max_train_prompts", "16", "--num_train_epochs", "1", "--output_dir",
