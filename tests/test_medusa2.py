@@ -127,7 +127,7 @@ def test_heads_alone_do_not_keep_the_target_but_its_own_loss_does(tmp_path: Path
     def divergence(weight: float) -> float:
         joint = make_joint(scale=0.0)
         trainer = make_trainer(joint, tmp_path / str(weight), objective=Objective({"forward_kl": 1.0}), max_steps=6)
-        trainer.weights[0] = weight
+        trainer.projection_weights[0] = weight
         trainer.train()
         batch = HeadsCollator(trainer.data_collator.examples, 0)([{"members": [0, 1, 2, 3]}])
         with torch.no_grad():

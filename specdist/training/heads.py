@@ -24,7 +24,7 @@ from specdist.drafter_config import HYDRA
 from specdist.drafters.heads import DraftHeads
 from specdist.errors import ConfigError
 from specdist.fused_losses import heads_objective
-from specdist.losses import IGNORED, FullTarget, Objective, TargetDistributions
+from specdist.losses import IGNORED, FullTarget, Objective, Projection, TargetDistributions
 from specdist.schema_heads import TOP
 from specdist.training.batches import flattened, padded, schedule
 from specdist.training.order import seeded_by_epoch
@@ -103,14 +103,6 @@ def following_embeddings(embed: torch.nn.Module | None, labels: Tensor, num_head
         return embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
 
 
-def global_mean(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, processes: int) -> Tensor:
-    """`total` over the supervised tokens of all processes and accumulation steps, where the trainer counted them."""
-    if num_items_in_batch is None:
-        return total / max(1, len(labels))
-    # The count covers all processes, over which DDP averages the gradients
-    return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * processes
-
-
 class LossLog:
     """Of each of N named projections the mean objective and how often its k best held the label, since last told."""
 
@@ -139,22 +131,67 @@ class LossLog:
         return told
 
 
-class HeadsTrainer(Trainer):
+class ProjectionsTrainer(Trainer):
+    """Trains by a weighted sum of one objective at several named projections, and logs each of them by itself."""
+
+    def __init__(self, objective: Objective, weights: dict[str, float], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
+        self.objective: Objective = objective
+        self.projection_weights = list(weights.values())
+        self.losses = LossLog(list(weights), objective, self.args.device)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
+
+    def mean_loss(
+        self,
+        features: Sequence[Tensor],
+        projections: Sequence[Projection],
+        labels: Tensor,
+        target: TargetDistributions | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Over the supervised tokens of all processes and accumulation steps. `features` of each projection [S, D];
+        `labels` [N, S], IGNORED where it predicts nothing."""
+        ranks = torch.zeros_like(labels)
+        with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
+            total, sums = heads_objective(
+                features,
+                projections,
+                labels,
+                self.objective,
+                target,
+                counted=labels != IGNORED,
+                head_weights=self.projection_weights,
+                ranks=ranks,
+            )
+        self.losses.add(sums, labels, ranks)
+        if num_items_in_batch is None:
+            return total / max(1, labels.shape[1])
+        # The count covers all processes, over which DDP averages the gradients
+        return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add each one's mean objective since the last log, and the share of labels that were among its k best."""
+        if "loss" in logs:
+            logs.update(self.losses.tell(self.accelerator))
+        super().log(logs, start_time)
+
+
+def head_weights(num_heads: int, decay: float) -> dict[str, float]:
+    """By name, decay^i of head i."""
+    return {f"head_{i}": decay**i for i in range(num_heads)}
+
+
+class HeadsTrainer(ProjectionsTrainer):
     """Trains the heads alone: the target is no part of the trained module, nor of its DDP wrap."""
 
     def __init__(
         self, heads: DraftHeads, *, objective: Objective, target: TargetOutput, decay: float, **arguments: Any
     ) -> None:
-        super().__init__(model=heads, **arguments)
-        self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
-        self.objective: Objective = objective
-        self.target = target
-        self.shape = heads.shape
-        self.head_weights = [decay**i for i in range(heads.num_heads)]
-        self.losses = LossLog([f"head_{i}" for i in range(heads.num_heads)], objective, self.args.device)
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
+        super().__init__(objective, head_weights(heads.num_heads, decay), model=heads, **arguments)
+        self.target, self.shape = target, heads.shape
 
     def compute_loss(
         self,
@@ -176,26 +213,8 @@ class HeadsTrainer(Trainer):
         distributions: TargetDistributions | None = None
         if self.objective.needs_target:
             distributions = FullTarget(states, self.target.projection)
-        ranks = torch.zeros_like(labels)
-        with self.accelerator.autocast():  # which the trainer applies to the heads' own forward only
-            total, sums = heads_objective(
-                [feature[at] for feature, at in zip(features, rows, strict=True)],
-                projections,
-                labels,
-                self.objective,
-                distributions,
-                counted=labels != IGNORED,
-                head_weights=self.head_weights,
-                ranks=ranks,
-            )
-        self.losses.add(sums, labels, ranks)
-        return global_mean(total, tokens, num_items_in_batch, self.accelerator.num_processes)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add each head's mean objective since the last log, and the share of labels that were among its k best."""
-        if "loss" in logs:
-            logs.update(self.losses.tell(self.accelerator))
-        super().log(logs, start_time)
+        features = [feature[at] for feature, at in zip(features, rows, strict=True)]
+        return self.mean_loss(features, projections, labels, distributions, num_items_in_batch)
 
 
 def heads_trainer(

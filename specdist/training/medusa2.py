@@ -11,22 +11,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from specdist.drafter_config import HYDRA
 from specdist.drafters.adapted_target import ADAPTER_DIRECTORY
 from specdist.drafters.adapter import Adapted, read_adapters
 from specdist.drafters.heads import DraftHeads
 from specdist.drafters.heads_file import CHECKPOINT_FILE
-from specdist.fused_losses import heads_objective
-from specdist.losses import IGNORED, FullTarget, Objective, TargetDistributions
+from specdist.losses import FullTarget, Objective, TargetDistributions
 from specdist.training.batches import schedule
-from specdist.training.heads import HeadsCollator, LossLog, following_embeddings, global_mean, head_rows
-from specdist.training.order import seeded_by_epoch
+from specdist.training.heads import HeadsCollator, ProjectionsTrainer, following_embeddings, head_rows, head_weights
 from specdist.training.target_output import TargetOutput, final_states
 
 
@@ -78,7 +74,7 @@ class HeadsAndTarget(nn.Module):
         read_adapters(self.target, directory / ADAPTER_DIRECTORY)
 
 
-class Medusa2Trainer(Trainer):
+class Medusa2Trainer(ProjectionsTrainer):
     """Trains heads and adapters, each at a learning rate of its own. Checkpoints hold no tensor of the target."""
 
     def __init__(
@@ -92,17 +88,10 @@ class Medusa2Trainer(Trainer):
         target_loss_weight: float,
         **arguments: Any,
     ) -> None:
-        super().__init__(model=joint, **arguments)
-        self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
+        weights = {"target": target_loss_weight} | head_weights(joint.heads.num_heads, decay)
+        super().__init__(objective, weights, model=joint, **arguments)
         self.joint, self.output = joint, target
-        self.objective: Objective = objective
         self.target_learning_rate = target_learning_rate
-        heads = range(joint.heads.num_heads)
-        self.weights = [target_loss_weight, *(decay**i for i in heads)]
-        self.losses = LossLog(["target", *(f"head_{i}" for i in heads)], objective, self.args.device)
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The trainer's own, its groups split in two: the adapters at `target_learning_rate`, the heads as asked."""
@@ -135,26 +124,9 @@ class Medusa2Trainer(Trainer):
         hydra = shape.kind == HYDRA
         embeddings = following_embeddings(self.output.embed, tokens, shape.num_heads) if hydra else None
         states, features = model(inputs, embeddings)  # [S, D], H times [S, D]
-        ranks = torch.zeros_like(labels)
-        with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
-            total, sums = heads_objective(
-                [states, *(feature[at] for feature, at in zip(features, rows, strict=True))],
-                [projection, *(self.joint.heads.projection(i, projection) for i in range(shape.num_heads))],
-                labels,
-                self.objective,
-                distributions,
-                counted=labels != IGNORED,
-                head_weights=self.weights,
-                ranks=ranks,
-            )
-        self.losses.add(sums, labels, ranks)
-        return global_mean(total, tokens, num_items_in_batch, self.accelerator.num_processes)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the target's and each head's own mean of the objective since the last log."""
-        if "loss" in logs:
-            logs.update(self.losses.tell(self.accelerator))
-        super().log(logs, start_time)
+        features = [states, *(feature[at] for feature, at in zip(features, rows, strict=True))]
+        projections = [projection, *(self.joint.heads.projection(i, projection) for i in range(shape.num_heads))]
+        return self.mean_loss(features, projections, labels, distributions, num_items_in_batch)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
