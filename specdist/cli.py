@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="specdist", description="Try drafters, look at data and reports, export, roll back.")
+    parser = argparse.ArgumentParser(prog="specdist", description="Try drafters, look at data and reports, export.")
     groups = parser.add_subparsers(required=True, metavar="GROUP")
     _add_data_commands(groups.add_parser("data", help="datasets of the target's answers"))
     _add_advise(groups.add_parser("advise", help="is this draft worth training? Costs measured, speed-up predicted"))
