@@ -31,6 +31,10 @@ class _KnownTarget:
     table: Tensor
     source: TargetDistributions
 
+    @property
+    def lumps_others(self) -> bool:
+        return self.source.lumps_others
+
     @classmethod
     def of(cls, source: TargetDistributions, tiles: Sequence[slice], temperature: float) -> "_KnownTarget":
         return cls(torch.cat([source.logprobs(tile, temperature) for tile in tiles]), source)

@@ -4,7 +4,9 @@ Shapes: N supervised positions, C of them, D hidden size, R columns of a low-ran
 tokens, E events.
 
 An event is what a distribution is over: a token, or (with the target's best tokens alone) all others taken together.
-Coarser events bound a divergence from below, by the data processing inequality. No model is called here.
+Coarser events bound a divergence from below, by the data processing inequality. The overlap Σ min(p, q) leaves the
+others out instead: how much of their mass lies on the same tokens is not known, and credit for it would be paid for
+mass on the wrong ones. It is then a lower bound of the acceptance. No model is called here.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdist.objective import CROSS_ENTROPY, DIVERGENCES
+from specdist.objective import CROSS_ENTROPY, DIVERGENCES, OVERLAPS
 
 IGNORED = -100  # label of a position that has none
 LOG_ZERO = -100.0  # stands for log 0, so that the reverse KL to an impossible token is large and not infinite
@@ -81,11 +83,18 @@ class Objective:
         return any(name in DIVERGENCES for name in self.weights)
 
     def terms(
-        self, draft_logprobs: Tensor, labels: Tensor, target_logprobs: Tensor | None, draft_events: Tensor | None
+        self,
+        draft_logprobs: Tensor,
+        labels: Tensor,
+        target_logprobs: Tensor | None,
+        draft_events: Tensor | None,
+        *,
+        lumps_others: bool = False,
     ) -> Tensor:
         """Each loss at each position, unweighted, in the order of `weights`: [terms, C].
 
         `draft_logprobs` [C, V]; `labels` [C]; both of the target's events [C, E], or None without divergences.
+        `lumps_others`: the last event is all tokens that have none of their own.
         """
         functions: dict[str, Callable[..., Tensor]] = {
             "forward_kl": forward_kl,
@@ -94,11 +103,14 @@ class Objective:
             "total_variation": total_variation,
             "negative_log_acceptance": negative_log_acceptance,
         }
+
+        def divergence(name: str) -> Tensor:
+            end = -1 if lumps_others and name in OVERLAPS else None
+            return functions[name](target_logprobs[..., :end], draft_events[..., :end])  # type: ignore[index]
+
         return torch.stack(
             [
-                cross_entropy(draft_logprobs, labels)
-                if name == CROSS_ENTROPY
-                else functions[name](target_logprobs, draft_events)
+                cross_entropy(draft_logprobs, labels) if name == CROSS_ENTROPY else divergence(name)
                 for name in self.weights
             ]
         )
@@ -136,7 +148,10 @@ class Projection:
 
 
 class TargetDistributions(Protocol):
-    """The target's distributions at N positions, some at a time."""
+    """The target's distributions at N positions, some at a time. `lumps_others` as in `Objective.terms`."""
+
+    @property
+    def lumps_others(self) -> bool: ...
 
     def part(self, chunk: slice) -> "TargetDistributions":
         """Those at some positions, with what is best computed for all of them at once."""
@@ -159,6 +174,7 @@ class FullTarget:
     hidden: Tensor
     projection: Projection
     vocabulary: Tensor | None = None
+    lumps_others = False
 
     def part(self, chunk: slice) -> "TargetDistributions":
         weight = self.projection.weight
@@ -180,6 +196,7 @@ class _ProjectedTarget:
     product: Tensor
     projection: Projection
     vocabulary: Tensor | None
+    lumps_others = False
 
     def part(self, chunk: slice) -> "TargetDistributions":
         return replace(self, product=self.product[chunk])
@@ -206,6 +223,7 @@ class TopTarget:
     top_logprobs: Tensor
     tail_mass: Tensor
     partial: bool = False
+    lumps_others = True
 
     def part(self, chunk: slice) -> "TargetDistributions":
         return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk], self.partial)
@@ -239,4 +257,5 @@ def position_losses(
         return objective.terms(draft_logprobs, labels, None, None)
     with torch.no_grad():
         target_logprobs = target.logprobs(chunk, objective.temperature)
-    return objective.terms(draft_logprobs, labels, target_logprobs, target.events(draft_logprobs, chunk))
+    events = target.events(draft_logprobs, chunk)
+    return objective.terms(draft_logprobs, labels, target_logprobs, events, lumps_others=target.lumps_others)

@@ -9,6 +9,7 @@ from specdist.errors import ConfigError
 
 CROSS_ENTROPY = "cross_entropy"
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance")
+OVERLAPS = ("total_variation", "negative_log_acceptance")  # of these, the functions of Σ min(p, q)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from specdist.losses import (
     reverse_kl,
     total_variation,
 )
-from specdist.objective import CROSS_ENTROPY, DIVERGENCES
+from specdist.objective import CROSS_ENTROPY, DIVERGENCES, OVERLAPS
 
 V, D = 50, 16
 MIXTURE = Objective({CROSS_ENTROPY: 0.3, "forward_kl": 0.5, "negative_log_acceptance": 2.0}, temperature=0.7)
@@ -200,22 +200,45 @@ def test_t7_a_value_does_not_depend_on_how_far_the_vocabulary_is_padded(name: st
     torch.testing.assert_close(wide, narrow)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_best_tokens_and_tail_bound_the_divergence_from_below_and_reach_it(name: str, temperature: float) -> None:
+def values_of_best_tokens(name: str, temperature: float) -> tuple[list[float], float]:
+    """The loss from 2, 8, 32 and all but one of the target's best tokens, and from its whole distribution."""
     full, draft = full_target(32), torch.randn(32, V, generator=torch.Generator().manual_seed(5))
     objective, labels = Objective({name: 1.0}, temperature), torch.zeros(32, dtype=torch.long)
 
     def value(target) -> float:
         return float(position_losses(objective, draft, labels, target, slice(None)).sum())
 
-    whole = value(full)
-    coarse = [value(top_target(full, best)) for best in (2, 8, 32, V - 1)]
+    return [value(top_target(full, best)) for best in (2, 8, 32, V - 1)], value(full)
+
+
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name not in OVERLAPS])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_best_tokens_and_tail_bound_the_divergence_from_below_and_reach_it(name: str, temperature: float) -> None:
+    coarse, whole = values_of_best_tokens(name, temperature)
     assert coarse == sorted(coarse)
     assert coarse[-1] == pytest.approx(whole, rel=1e-2)
     if temperature == 1.0:
         assert coarse[-1] == pytest.approx(whole, rel=1e-5)  # the tail is one token: nothing is lost
         assert all(c <= whole * (1 + 1e-5) for c in coarse)
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_an_overlap_from_best_tokens_is_never_above_the_real_one(name: str, temperature: float) -> None:
+    coarse, whole = values_of_best_tokens(name, temperature)
+    assert coarse == sorted(coarse, reverse=True)
+    assert coarse[-1] >= whole * (1 - 1e-5)
+    assert coarse[-1] == pytest.approx(whole, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_no_credit_for_mass_on_tokens_that_the_target_has_not_stored(name: str) -> None:
+    """A draft that says wrong rare tokens alone learns nothing good of itself, whatever the target's tail holds."""
+    full = full_target(4)
+    top = replace(top_target(full, 2), tail_mass=torch.full((4,), 0.5))
+    draft = torch.zeros(4, V).scatter(-1, top.ids, -60.0)
+    loss = position_losses(Objective({name: 1.0}), draft, torch.zeros(4, dtype=torch.long), top, slice(None))
+    assert (loss > (0.999 if name == "total_variation" else 50.0)).all()
 
 
 def test_the_tail_at_a_lower_temperature_is_an_upper_bound() -> None:
