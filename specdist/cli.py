@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(groups.add_parser("import", help="read Medusa heads trained elsewhere, and write them as an export"))
     _add_decode(groups.add_parser("decode", help="an answer as it is decoded, accepted drafts in colour, and counters"))
     _add_sync(groups.add_parser("sync", help="send to W&B what runs left in the outbox while it could not be reached"))
+    _add_report(groups.add_parser("report", help="the page of one drafter, or of several and which of them to serve"))
     _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
     registry = groups.add_parser("registry", help="published versions and the champion that serves")
     commands = registry.add_subparsers(required=True, metavar="COMMAND")
@@ -83,9 +84,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_NAMED_REPORT = "a report, a directory with one (a run, a version), or MODEL[@N] of the registry"
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("drafters", metavar="DRAFTER", nargs="+", help=_NAMED_REPORT)
+    command.add_argument("--html", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
+    command.add_argument("--png", type=Path, metavar="DIRECTORY", help="write the pictures there too")
+    command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
+    command.set_defaults(run=_report)
+
+
 def _add_compare(command: argparse.ArgumentParser) -> None:
-    named = "a report, a directory with one (a run, a version), or MODEL[@N] of the registry"
-    command.add_argument("first", metavar="A", help=named)
+    command.add_argument("first", metavar="A", help=_NAMED_REPORT)
     command.add_argument("second", metavar="B", help="the same; differences are B less A")
     command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default: %(default)s)")
     command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
@@ -260,6 +271,13 @@ def _write_export(directory: Path, record: "ExportRecord") -> None:
     _write(f"{directory}: {record.drafter_kind} for {record.target.model_id}, {record.drafter_sha256[:12]}")
     for limit in record.known_limits:
         _write(f"  {limit}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from specdist.stages.report import report
+
+    for line in report(arguments.drafters, arguments.html, arguments.root, arguments.png):
+        _write(line)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

@@ -73,6 +73,7 @@ def add_counts(one: PromptCounts, other: PromptCounts) -> PromptCounts:
         one.num_drafts + other.num_drafts,
         one.num_draft_tokens + other.num_draft_tokens,
         [a + b for a, b in positions],
+        max((n for n in (one.num_prompt_tokens, other.num_prompt_tokens) if n is not None), default=None),
     )
 
 
@@ -263,6 +264,19 @@ def summarize(prompts: Sequence[PromptCounts], *, draws: int = BOOTSTRAP_DRAWS, 
         mean_accepted_length_interval=interval(bootstrap_lengths(prompts, draws=draws, seed=seed)),
         acceptance_at_position=[value / drafts for value in at_position],
     )
+
+
+def by_context(prompts: Sequence[PromptCounts], *, draws: int = 2_000) -> dict[str, AcceptanceSummary]:
+    """Summaries of prompts by their length, shortest first: "under 128", "128 to 255", … tokens, each twice as wide.
+
+    Prompts whose length is not known are left out.
+    """
+    groups: dict[int, list[PromptCounts]] = {}
+    for prompt in prompts:
+        if prompt.num_prompt_tokens is not None:
+            groups.setdefault(max(0, prompt.num_prompt_tokens.bit_length() - 7), []).append(prompt)
+    names = {i: f"{64 << i} to {(128 << i) - 1}" if i else "under 128" for i in groups}
+    return {names[i]: summarize(groups[i], draws=draws) for i in sorted(groups)}
 
 
 def acceptance_result(

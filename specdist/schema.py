@@ -160,6 +160,7 @@ class PromptCounts(Record):
 
     Floats, because replay of a sampled text gives expectations; on greedy text they are whole numbers.
     `accepted_at_position[i]`: how many verify steps accepted their draft token i (and all before it).
+    `num_prompt_tokens`: what the text begins with; of several turns of a conversation the longest.
     """
 
     prompt_id: str
@@ -167,6 +168,7 @@ class PromptCounts(Record):
     num_drafts: float
     num_draft_tokens: float
     accepted_at_position: list[float]
+    num_prompt_tokens: int | None = None
 
     @property
     def num_accepted_tokens(self) -> float:

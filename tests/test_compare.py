@@ -21,7 +21,7 @@ from specdist.metrics import pooled_length
 from specdist.provenance import write_json
 from specdist.registry.store import Registry
 from specdist.schema import EvalReport
-from specdist.stages.compare import find_report
+from specdist.stages.report import read_named
 
 make_report = partial(make_full_report, gammas=(1, 3), per_domain=6)
 
@@ -154,9 +154,9 @@ def test_runs_versions_champions_and_files_are_found(
 ) -> None:
     root, versions = published / "registry", published / "registry/alpha/versions"
     for name in (published / "weak", published / "weak" / "report.json", versions / "1", "alpha@1"):
-        assert find_report(str(name), root) == weak
+        assert read_named(str(name), root).report == weak
     for name in (published / "mixed", root / "alpha/aliases/champion", "alpha"):
-        assert find_report(str(name), root) == mixed
+        assert read_named(str(name), root).report == mixed
     argv = ["compare", str(published / "weak" / "report.json"), "alpha", "--html", str(tmp_path / "page.html")]
     assert cli.main([*argv, "--root", str(root)]) == 0
     out = capsys.readouterr().out

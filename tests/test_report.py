@@ -250,7 +250,7 @@ def test_a_tree_is_named_as_such_and_is_no_draft_length(report: EvalReport, tmp_
     assert read_report(tmp_path) == with_tree
     assert "9.00x at tree of 16 nodes" in summary_table({"a": (with_tree, None)})
     assert "with a tree of 16 nodes, the best of 3 measured" in " ".join(sentences(with_tree))
-    pictures = [draw_pictures(r) for r in (with_tree, replace(report, speed=speed))]
+    pictures = [[p.svg for p in draw_pictures(r)] for r in (with_tree, replace(report, speed=speed))]
     assert pictures[0] == pictures[1]
 
 

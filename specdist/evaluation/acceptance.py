@@ -245,7 +245,10 @@ def replay_rows(
     lengths = torch.tensor([len(row.completion_ids) for row in rows])
     drafts, drafted, accepted = replay(padded, lengths, num_speculative_tokens)
     counters = zip(rows, drafts.tolist(), drafted.tolist(), accepted.tolist(), strict=True)
-    return [PromptCounts(row.prompt_id, row.domain, *values) for row, *values in counters]
+    return [
+        PromptCounts(row.prompt_id, row.domain, steps, tokens, at_position, len(row.prompt_ids))
+        for row, steps, tokens, at_position in counters
+    ]
 
 
 def replay_counts(

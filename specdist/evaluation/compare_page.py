@@ -4,7 +4,7 @@ from html import escape
 
 from specdist.evaluation.compare import Comparison, difference_cells
 from specdist.evaluation.page_parts import bounds, bullets, document, figures, section, table
-from specdist.evaluation.pictures import draw_comparison
+from specdist.evaluation.pictures_of_many import draw_comparison
 from specdist.evaluation.summary import best_speed, drafted
 from specdist.schema import EvalReport
 

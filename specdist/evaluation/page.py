@@ -8,6 +8,7 @@ from specdist.evaluation.page_heads import heads_section
 from specdist.evaluation.page_parts import bounds, bullets, document, figures, section, table
 from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, sentences
+from specdist.metrics import by_context
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
 
 _KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
@@ -33,9 +34,24 @@ _WORDS = {
 
 def render_page(report: EvalReport, decision: GateDecision | None = None) -> str:
     """The whole HTML document."""
-    title = f"{_KINDS.get(report.drafter_kind, report.drafter_kind)} for {report.target.model_id}"
-    parts = [
-        f"<h1>{escape(title)}</h1>",
+    title = f"{kind_name(report)} for {report.target.model_id}"
+    return document(title, [f"<h1>{escape(title)}</h1>", *report_parts(report, decision), words_section()])
+
+
+def words_section() -> str:
+    """What the words of a page mean."""
+    words = "".join(f"<dt>{word}</dt><dd>{escape(text)}</dd>" for word, text in _WORDS.items())
+    return section("Words", f"<dl>{words}</dl>")
+
+
+def kind_name(report: EvalReport) -> str:
+    """What kind of drafter it is, in words."""
+    return _KINDS.get(report.drafter_kind, report.drafter_kind)
+
+
+def report_parts(report: EvalReport, decision: GateDecision | None = None) -> list[str]:
+    """What the page says of one drafter, below its title: pieces of HTML."""
+    return [
         f'<p class="soft">{escape(_facts(report))}</p>',
         _decision(decision),
         _objections(report.invalid_reasons),
@@ -44,13 +60,12 @@ def render_page(report: EvalReport, decision: GateDecision | None = None) -> str
         figures(draw_pictures(report)),
         section("Acceptance by setting and draft length", _settings_table(report)),
         section("Acceptance by domain", _domain_table(report)),
+        _context_section(report),
         section("Measured speed", _speed_table(report)),
         heads_section(report.heads) if report.heads else "",
         section("Is it true? Replay and fidelity", _trust_tables(report)),
-        section("Words", "<dl>" + "".join(f"<dt>{w}</dt><dd>{escape(t)}</dd>" for w, t in _WORDS.items()) + "</dl>"),
         f"<footer>{escape(_origin(report))}</footer>",
     ]
-    return document(title, parts)
 
 
 def _facts(report: EvalReport) -> str:
@@ -173,6 +188,13 @@ def _domain_table(report: EvalReport) -> str:
     )
     head = ["domain", "τ", "95 % interval", "accepted", "prompts", "τ untrained", "gain"]
     return table("Acceptance by domain", head, rows, main=len(rows) - (2 if domains else 1)) + note
+
+
+def _context_section(report: EvalReport) -> str:
+    groups = by_context(report.primary.prompts) if report.primary else {}
+    rows = [[name, *_acceptance_cells(summary)] for name, summary in groups.items()]
+    head = ["tokens of the prompt", "τ", "95 % interval", "accepted", "prompts"]
+    return section("Acceptance by context length", table("By context length", head, rows)) if rows else ""
 
 
 def _speed_table(report: EvalReport) -> str:

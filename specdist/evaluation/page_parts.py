@@ -7,7 +7,7 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from specdist.evaluation.pictures import Picture
+from specdist.evaluation.chart import Picture
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1b1f24; --soft: #57606a; --line: #d8dee4;
