@@ -1,8 +1,9 @@
 """Opens champions of the registry in vLLM and holds what it does against what specdist measured on the same prompts.
 
-Owns three checks: speculative greedy output is the target's own, drafts are accepted at all, and vLLM's mean acceptance
-length is ours. Runs in vLLM's environment (check_vllm.sh), where specdist is not installed: of specdist it imports only
-what needs no more than numpy. Engines run one after another (vllm_engine.py).
+Owns four checks: speculative greedy output is the target's own, drafts are accepted at all, vLLM's mean acceptance
+length is ours, and on the same texts each position of a draft is accepted as often. Runs in vLLM's environment
+(check_vllm.sh), where specdist is not installed: of specdist it imports only what needs no more than numpy. Engines run
+one after another (vllm_engine.py).
 """
 
 import argparse
@@ -84,6 +85,8 @@ class Outcome:
     same_text: int
     same_text_drafts: float
     same_text_measured_drafts: float
+    same_text_at_position: list[float]  # accepted, of each position of a draft
+    same_text_measured_at_position: list[float]
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -278,14 +281,21 @@ def compare(drafter: Drafter, rows: Sequence[Row], plain: Sequence[Row], other: 
         same_text=len(same),
         same_text_drafts=sum(theirs[i].num_drafts for i in same),
         same_text_measured_drafts=sum(ours[i].num_drafts for i in same),
+        same_text_at_position=_at_position([theirs[i] for i in same]),
+        same_text_measured_at_position=_at_position([ours[i] for i in same]),
     )
     outcome.problems = _problems(outcome)
     return outcome
 
 
 def _counts(row: Row, answer: Row) -> PromptCounts:
-    drafts, drafted, accepted = (float(answer[f"num_{name}"]) for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    return PromptCounts(row["prompt_id"], row["domain"], drafts, drafted, [accepted])
+    accepted = list(map(float, answer["accepted_at_position"]))
+    drafts, drafted = float(answer["num_drafts"]), float(answer["num_draft_tokens"])
+    return PromptCounts(row["prompt_id"], row["domain"], drafts, drafted, accepted)
+
+
+def _at_position(counts: Sequence[PromptCounts]) -> list[float]:
+    return [sum(values) for values in zip(*(c.accepted_at_position for c in counts), strict=True)]
 
 
 def _problems(outcome: Outcome) -> list[str]:
@@ -298,6 +308,14 @@ def _problems(outcome: Outcome) -> list[str]:
         problems.append("no drafted token was accepted")
     if abs(outcome.relative_difference) > MAX_LENGTH_DIFFERENCE:
         problems.append(f"mean acceptance length differs by {outcome.relative_difference:+.1%}")
+    pairs = zip(outcome.same_text_at_position, outcome.same_text_measured_at_position, strict=True)
+    for position, (theirs, ours) in enumerate(pairs, 1):
+        # The last step of a text, and no other, may accept drafts past its end, which vLLM counts and we do not
+        if not 0 <= theirs - ours <= outcome.same_text:
+            problems.append(
+                f"on the same texts position {position} accepted {theirs:.0f} drafts, {ours:.0f} by specdist; at most "
+                f"{outcome.same_text} more are explained by the ends of texts"
+            )
     return problems
 
 
@@ -318,11 +336,17 @@ def table(outcomes: Sequence[Outcome]) -> str:
         ("text as in specdist's dataset", lambda o: f"{o.same_text} of {o.num_prompts}"),
         ("  verify steps there, vLLM", lambda o: f"{o.same_text_drafts:.0f}"),
         ("  verify steps there, specdist", lambda o: f"{o.same_text_measured_drafts:.0f}"),
+        ("  accepted there by position, vLLM", lambda o: _whole(o.same_text_at_position)),
+        ("  accepted there by position, specdist", lambda o: _whole(o.same_text_measured_at_position)),
         ("result", lambda o: "failed" if o.problems else "passed"),
     ]
     cells = [[label, *(show(o) for o in outcomes)] for label, show in lines]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _whole(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.0f}" for value in values)
 
 
 def _gaps(found: Sequence[Difference]) -> str:

@@ -11,16 +11,22 @@ from typing import Any
 import vllm
 
 BEST_TOKENS = 5  # log-probabilities kept at each position of an output without speculation
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+# vLLM's names → those of an answer; the last one counts each position of a draft
+COUNTERS = {
+    "num_drafts": "num_drafts",
+    "num_draft_tokens": "num_draft_tokens",
+    "num_accepted_tokens_per_pos": "accepted_at_position",
+}
 
 
-def counters(llm: vllm.LLM) -> dict[str, int]:
-    """vLLM's counters of speculative decoding since the engine began."""
-    found = dict.fromkeys(COUNTERS, 0)
+def counters(llm: vllm.LLM, positions: int) -> dict[str, list[int]]:
+    """vLLM's counters of speculative decoding since the engine began, by the names of an answer."""
+    found = {name: [0] * (positions if name == "accepted_at_position" else 1) for name in COUNTERS.values()}
     for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:spec_decode_")
-        if name in found:
-            found[name] += metric.value
+        name = COUNTERS.get(metric.name.removeprefix("vllm:spec_decode_"))
+        if name is not None:
+            values = metric.values if name == "accepted_at_position" else [metric.value]
+            found[name] = [a + b for a, b in zip(found[name], values, strict=True)]
     return found
 
 
@@ -47,13 +53,15 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         detokenize=False,
     )
     answers = []
-    before = counters(llm)
+    positions = (request["speculative_config"] or {}).get("num_speculative_tokens", 0)
+    before = counters(llm, positions)
     for prompt_ids in request["prompts"]:
         output = llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)[0].outputs[0]
-        after = counters(llm)
+        after = counters(llm, positions)
         best = [{str(token): entry.logprob for token, entry in step.items()} for step in output.logprobs or []]
-        added = {name: after[name] - before[name] for name in COUNTERS}
-        answers.append({"token_ids": list(output.token_ids), "best": best, **added})
+        added = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
+        numbers = {name: values if name == "accepted_at_position" else values[0] for name, values in added.items()}
+        answers.append({"token_ids": list(output.token_ids), "best": best, **numbers})
         before = after
     return answers
 

@@ -82,7 +82,8 @@ def write_dataset(directory: Path, **changes) -> Path:
 
 
 def answer(tokens: list[int], accepted: int = 4, drafted: int = 12, best: list | None = None) -> check_vllm.Row:
-    counters = {"num_drafts": 3, "num_draft_tokens": drafted, "num_accepted_tokens": accepted}
+    at_position = [min(accepted, 3), max(accepted - 3, 0)]
+    counters = {"num_drafts": 3, "num_draft_tokens": drafted, "accepted_at_position": at_position}
     return {"token_ids": tokens, "best": best or [], **counters}
 
 
@@ -221,6 +222,16 @@ def test_a_divergence_without_a_gap_is_a_failure(tmp_path: Path, tokens: list[in
 def test_the_mean_acceptance_length_must_be_ours(tmp_path: Path, accepted: int, drafted: int, problem) -> None:
     outcome = outcome_of(tmp_path, [answer(TEXT, accepted, drafted)] * 4)
     assert outcome.problems[:1] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("at_position", "fails"), [([3, 1], False), ([4, 2], False), ([2, 2], True), ([3, 0], True), ([5, 1], True)]
+)
+def test_each_position_is_accepted_as_often_but_for_the_ends_of_texts(tmp_path: Path, at_position, fails: bool) -> None:
+    outcome = outcome_of(tmp_path, [{**answer(TEXT), "accepted_at_position": at_position}] * 4)
+    assert outcome.same_text_measured_at_position == [12.0, 4.0]
+    assert outcome.same_text_at_position == [4.0 * count for count in at_position]
+    assert any(p.startswith("on the same texts position") for p in outcome.problems) is fails
 
 
 def test_an_engine_that_drafts_nothing_fails(tmp_path: Path) -> None:
