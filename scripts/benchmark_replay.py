@@ -246,7 +246,7 @@ def cost_words(
     words = (
         f"Replay at {num_replayed} draft lengths took {read + walk_seconds:.1f} s ({read:.1f} s for the passes, "
         f"{walk_seconds:.1f} s for the counters), decoding at {len(lengths)} lengths {decoding:.1f} s: "
-        f"1/{1 / ratio:.0f}. That the target wrote the texts took {write:.1f} s, which serve every drafter and checkpoint."
+        f"1/{1 / ratio:.0f}. That the target wrote the texts took {write:.1f} s, which serve every drafter."
     )
     return words, ratio
 
