@@ -5,6 +5,8 @@ python scripts/benchmark.py prompts --help       reading, validating, deduplicat
 python scripts/benchmark.py losses --help        objectives fused with the projection, against eager ones and TRL's
 python scripts/benchmark.py train-draft --help   whole steps of the demo's draft: eager, ours, TRL's
 python scripts/benchmark.py train-heads --help   whole steps of Medusa heads: as published, written plainly, and ours
+python scripts/benchmark.py decode --help        tokens per second with each drafter, alone, and of transformers'
+python scripts/benchmark.py replay --help        acceptance by replay against decoding: cost, and width of intervals
 """
 
 import importlib
@@ -17,6 +19,8 @@ MEASUREMENTS = {
     "losses": "benchmark_losses",
     "train-draft": "benchmark_train_draft",
     "train-heads": "benchmark_train_heads",
+    "decode": "benchmark_decode",
+    "replay": "benchmark_replay",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdist.errors import ConfigError
 from specdist.record import Record
+from specdist.schema_costs import StepCosts
 from specdist.schema_heads import HeadsReport
 
 VERDICTS = ("promote", "hold", "reject")
@@ -352,6 +353,7 @@ class EvalReport(Record):
     heads: HeadsReport | None = None
     num_target_parameters: int | None = None
     quality: TargetQuality | None = None
+    costs: StepCosts | None = None
 
     def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
         """The acceptance at `setting` and draft length, or None where it was not measured."""

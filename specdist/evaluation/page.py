@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from html import escape
 from statistics import fmean
 
+from specdist.evaluation.page_costs import costs_section
 from specdist.evaluation.page_heads import heads_section
 from specdist.evaluation.page_parts import bounds, bullets, document, figures, section, table
 from specdist.evaluation.pictures import draw_pictures
-from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, sentences
+from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, mispredicted, sentences
 from specdist.metrics import by_context
 from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
 
@@ -62,6 +63,7 @@ def report_parts(report: EvalReport, decision: GateDecision | None = None) -> li
         section("Acceptance by domain", _domain_table(report)),
         _context_section(report),
         section("Measured speed", _speed_table(report)),
+        costs_section(report.costs) if report.costs else "",
         heads_section(report.heads) if report.heads else "",
         section("Is it true? Replay and fidelity", _trust_tables(report)),
         f"<footer>{escape(_origin(report))}</footer>",
@@ -221,7 +223,8 @@ def _speed_table(report: EvalReport) -> str:
         f"target alone · drafting one token costs {speed.draft_cost_ratio:.3f} of a target step"
     )
     main = 1 + speed.points.index(best) if best else -1
-    return table("Measured speed", head, rows, main=main) + f'<p class="soft">{escape(facts)}.</p>'
+    surprises = bullets(said) if (said := mispredicted(speed)) else ""
+    return table("Measured speed", head, rows, main=main) + f'{surprises}<p class="soft">{escape(facts)}.</p>'
 
 
 def _trust_tables(report: EvalReport) -> str:

@@ -14,6 +14,7 @@ from specdist.evaluation.chart import (
     rate_intervals,
 )
 from specdist.schema import AcceptanceResult, EvalReport
+from specdist.schema_costs import StepCosts
 from specdist.schema_heads import DraftShape, HeadsReport
 
 
@@ -163,3 +164,28 @@ def draw_shapes(heads: HeadsReport) -> Picture:
 
     description = f"τ by drafted tokens: {', '.join(map(said, heads.shapes))}. The target alone makes 1."
     return Picture("Tokens per target step of chains and trees", description, draw)
+
+
+def draw_costs(costs: StepCosts) -> Picture:
+    """Cost of a verified block against its tokens, a curve for each batch size, and that of drafting chains."""
+    chains = [cost for cost in costs.draft if cost.kind == "chain"]
+    sizes = costs.verify[0].num_tokens
+
+    def draw(axes: Any) -> None:
+        for i, curve in enumerate(costs.verify):
+            draw_points(axes, curve.num_tokens, curve.ratios, f"verifying, batch {curve.batch_size}", i)
+        if chains:
+            draw_reference(
+                axes, [cost.num_tokens for cost in chains], [cost.ratio for cost in chains], "drafting, batch 1"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("new tokens of each text")
+        axes.set_ylabel("cost (target steps of one token)")
+
+    said = [f"batch size {curve.batch_size} {numbers(curve.ratios)}" for curve in costs.verify]
+    said += [f"drafting {cost.num_tokens} tokens {cost.ratio:.2f}" for cost in chains]
+    description = f"Cost of a target pass over {', '.join(map(str, sizes))} tokens: {'; '.join(said)}."
+    return Picture("What verifying and drafting cost", description, draw)

@@ -14,6 +14,8 @@ from specdist.schema import (
     TargetQuality,
 )
 
+MAX_PREDICTION_ERROR = 0.15  # share by which measured speed may differ from predicted without a word
+
 
 def best_speed(report: EvalReport) -> SpeedPoint | None:
     """The fastest measured draft length; None where speed was not measured."""
@@ -24,6 +26,21 @@ def best_speed(report: EvalReport) -> SpeedPoint | None:
 def drafted(point: SpeedPoint | Certification) -> str:
     """What a step drafts: "γ=4", "tree of 16 nodes"."""
     return f"tree of {point.num_tree_nodes} nodes" if point.num_tree_nodes else f"γ={point.num_speculative_tokens}"
+
+
+def mispredicted(speed: Speed) -> list[str]:
+    """Sentences on points whose measured speed is more than MAX_PREDICTION_ERROR from the predicted one; or none."""
+    found = [
+        f"At {drafted(point)} the costs predict {point.predicted_speedup:.2f} times the target alone, but "
+        f"{point.speedup:.2f} times was measured ({point.speedup / point.predicted_speedup - 1:+.0%})."
+        for point in speed.points
+        if abs(point.speedup / point.predicted_speedup - 1) > MAX_PREDICTION_ERROR
+    ]
+    advice = (
+        f"That is more than {MAX_PREDICTION_ERROR:.0%} apart, so trust what was measured: predictions leave out the "
+        "reading of the prompt, the growing text, and whatever else ran on this machine."
+    )
+    return [*found, advice] if found else []
 
 
 def gain_over_untrained(report: EvalReport) -> tuple[float, list[float] | None] | None:

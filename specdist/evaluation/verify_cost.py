@@ -6,7 +6,7 @@ size, N tokens to feed.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
@@ -30,15 +30,17 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
 
 
-def interleaved(run: Callable[[Key], None], keys: Sequence[Key]) -> dict[Key, float]:
+def interleaved(
+    run: Callable[[Key], None], keys: Sequence[Key], *, rounds: int = _ROUNDS, limit: float = _SECONDS
+) -> dict[Key, float]:
     """Median seconds of `run` at each key, all in turn, so that a busy moment hits all alike; the first is warm-up.
 
-    At most 40 rounds; after 30 seconds no other begins, but 5 are always made.
+    At most `rounds`; after `limit` seconds no other begins, but 5 are always made.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in keys}
     clock = time.perf_counter
-    end = clock() + _SECONDS
-    for done in range(_ROUNDS + 1):
+    end = clock() + limit
+    for done in range(rounds + 1):
         if done > _MIN_ROUNDS and clock() > end:
             break
         for key in keys:
@@ -131,16 +133,35 @@ def measure_costs(
 
     works: list[int | DraftTree] = [*num_tokens, *trees]
     seconds = interleaved(run, works)
-    step = seconds[1]
-    if (least := min(seconds[n] for n in num_tokens)) < _NOISE * step:
+    cost = _curve(batch_size, {n: seconds[n] for n in num_tokens})
+    return cost, {tree: seconds[tree] / cost.step_seconds for tree in trees}
+
+
+def measure_verify_cost(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    *,
+    batch_size: int,
+    num_tokens: Sequence[int] = VERIFIED_TOKENS,
+    rounds: int = _ROUNDS,
+    limit: float = _SECONDS,
+) -> VerifyCost:
+    """Cost of target passes alone, as in `measure_costs`; `rounds` and `limit` as in `interleaved`."""
+    context = CachedContext(model, passages(token_ids, batch_size, max(num_tokens)))
+    return _curve(batch_size, interleaved(context.verify, num_tokens, rounds=rounds, limit=limit))
+
+
+def _curve(batch_size: int, seconds: Mapping[int, float]) -> VerifyCost:
+    """Seconds by number of tokens, 1 among them, as costs in steps; a warning where they cannot be trusted."""
+    step, least = seconds[1], min(seconds.values())
+    if least < _NOISE * step:
         logger.warning(
             "batch size %d: a pass over more tokens took %.0f %% of the time of one token's: other work disturbs the "
             "timing, so predicted speeds are not to be trusted; evaluate again on an idle machine",
             batch_size,
             100 * least / step,
         )
-    cost = VerifyCost(batch_size, step, list(num_tokens), [seconds[n] / step for n in num_tokens])
-    return cost, {tree: seconds[tree] / step for tree in trees}
+    return VerifyCost(batch_size, step, list(seconds), [value / step for value in seconds.values()])
 
 
 def verify_cost_ratio(cost: VerifyCost, num_tokens: int) -> float:

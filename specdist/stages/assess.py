@@ -15,6 +15,7 @@ from specdist.evaluation.acceptance import EvalSet, Scorer, evaluate
 from specdist.evaluation.certify import certify_greedy, certify_sampled
 from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed
+from specdist.evaluation.step_costs import measure_step_costs, predict_speed
 from specdist.evaluation.summary import drafted
 from specdist.export.record import read_record
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
@@ -180,17 +181,21 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
     model = run.target_model(run.config.target.target_dtype)
     subset = eval_set.truncated(settings.speed_prompts, eval_set.sampling.max_new_tokens)
     tree = loader.tree(run.export, model)
+    drafter, trees = loader.drafter(run.export, model), [tree.drafter] if tree else []
+    rows, lengths = [text.row for text in subset.texts], settings.speed_lengths
     speed = measure_speed(
         model,
-        loader.drafter(run.export, model),
-        [text.row for text in subset.texts],
+        drafter,
+        rows,
         subset.sampling,
         run.target.identity.eos_token_ids,
-        lengths=settings.speed_lengths,
+        lengths=lengths,
         repeats=settings.speed_repeats,
-        trees=[tree.drafter] if tree else [],
+        trees=trees,
     )
-    return replace(report, speed=speed)
+    known = report.heads.verify_costs if report.heads and report.heads.dtype == speed.dtype else []
+    costs = measure_step_costs(model, drafter, rows, lengths=lengths, trees=trees, verify=known)
+    return replace(report, speed=predict_speed(speed, costs), costs=costs)
 
 
 def assess_export(
