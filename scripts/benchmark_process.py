@@ -14,6 +14,9 @@ from transformers import TrainerCallback
 
 from specdist.stages.process import keep_freed_memory, use_all_cores
 
+# A process is forked from one that holds these, so that each does not spend seconds on them
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["specdist.training.draft", "specdist.training.heads", "specdist.dataset.features"])
 STATUS, REFERENCED = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -31,8 +34,8 @@ def prepare_process(threads: int | None) -> None:
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns in a process that has done nothing else; it lies at the top of a module."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """What `function` returns in a process that has done nothing but imports; it lies at the top of a module."""
+    with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
         return pool.submit(function, *arguments).result()
 
 
@@ -40,7 +43,7 @@ class OwnProcess:
     """An object in a process of its own, in which nothing else is done: `make(*arguments)`, until the block ends."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(1, mp_context=PROCESSES)
         self._pool.submit(_make, make, *arguments).result()
 
     def __enter__(self) -> "OwnProcess":

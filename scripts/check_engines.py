@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from scripts.check_vllm import NEAR_TIE_LOGIT_GAP, Difference, first_difference, run_engine
+from scripts.check_vllm import run_engine
+from scripts.vllm_comparison import NEAR_TIE_LOGIT_GAP, Difference, first_difference
 from scripts.vllm_server import halves_of_cores, serve
 from specdist import provenance
 from specdist.dataset.prompts import PromptSet

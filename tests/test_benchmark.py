@@ -2,20 +2,19 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from warm_process import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ("--hidden", "16", "--vocab", "300", "--threads", "1", "--dtype", "float32", "--rounds", "1")
 
 
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments: str) -> CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDIST_NUM_THREADS": "1"}
-    command = [sys.executable, "scripts/benchmark.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
+    return run_script([str(ROOT / "scripts/benchmark.py"), *arguments], environment)
 
 
 def judged(output: str) -> dict[str, bool]:
@@ -54,9 +53,7 @@ def test_losses_reports_memory_by_the_number_of_tokens() -> None:
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
-    make = [sys.executable, "scripts/make_tiny_target.py", str(directory)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(make, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=170)
+    run_script([str(ROOT / "scripts/make_tiny_target.py"), str(directory)], os.environ).check_returncode()
     return directory / "target"
 
 

@@ -1,4 +1,4 @@
-"""What scripts/check_vllm.py accepts and refuses, without vLLM: engines' answers are made by hand."""
+"""What scripts/check_vllm.py and its comparison accept and refuse, without vLLM: engines' answers are made by hand."""
 
 import sys
 from dataclasses import asdict, replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from report_factory import TARGET, make_report
 
-from scripts import check_vllm
+from scripts import check_vllm, vllm_comparison
 from specdist import provenance
 from specdist.dataset.manifest import Tally
 from specdist.dataset.shards import write_shard
@@ -81,22 +81,22 @@ def write_dataset(directory: Path, **changes) -> Path:
     return directory
 
 
-def answer(tokens: list[int], accepted: int = 4, drafted: int = 12, best: list | None = None) -> check_vllm.Row:
+def answer(tokens: list[int], accepted: int = 4, drafted: int = 12, best: list | None = None) -> vllm_comparison.Row:
     at_position = [min(accepted, 3), max(accepted - 3, 0)]
     counters = {"num_drafts": 3, "num_draft_tokens": drafted, "accepted_at_position": at_position}
     return {"token_ids": tokens, "best": best or [], **counters}
 
 
-def plain(gap: float = 1.0) -> check_vllm.Row:
+def plain(gap: float = 1.0) -> vllm_comparison.Row:
     """Output without speculation; token 99 is the runner-up everywhere, by `gap`."""
     return answer(TEXT, 0, 0, [{str(token): -0.1, "99": -0.1 - gap} for token in TEXT])
 
 
-def outcome_of(tmp_path: Path, others: list[check_vllm.Row], gap: float = 1.0, dtype: str = "float32"):
+def outcome_of(tmp_path: Path, others: list[vllm_comparison.Row], gap: float = 1.0, dtype: str = "float32"):
     publish(tmp_path)
     drafter = check_vllm.open_drafter("model", tmp_path, 2)
     rows = [asdict(make_row(p)) for p in PROMPTS]
-    return check_vllm.compare(drafter, rows, [plain(gap)] * 4, others, dtype)
+    return vllm_comparison.compare(drafter, rows, [plain(gap)] * 4, others, dtype)
 
 
 # What is opened
@@ -186,7 +186,7 @@ def test_equal_tokens_and_counters_pass(tmp_path: Path) -> None:
     assert outcome.acceptance_rate == pytest.approx(4 / 12)
     assert outcome.measured_acceptance_rate == pytest.approx(4 / 7)
     assert outcome.same_text_drafts == outcome.same_text_measured_drafts == 12
-    shown = check_vllm.table([outcome])
+    shown = vllm_comparison.table([outcome])
     assert "4 of 4" in shown
     assert "passed" in shown
 
@@ -212,7 +212,7 @@ def test_a_divergence_without_a_gap_is_a_failure(tmp_path: Path, tokens: list[in
     outcome = outcome_of(tmp_path, [answer(tokens)] * 4, gap=0.0)
     assert [d.logit_gap for d in outcome.different] == [None] * 4
     assert outcome.problems == ["4 outputs leave the target's own, and not at a near-tie"]
-    assert "failed" in check_vllm.table([outcome])
+    assert "failed" in vllm_comparison.table([outcome])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_the_command_runs_all_engines_and_writes_the_result(
     write_dataset(tmp_path / "run/data/x", target=identity)
     asked = []
 
-    def run_engine(request: dict) -> list[check_vllm.Row]:
+    def run_engine(request: dict) -> list[vllm_comparison.Row]:
         asked.append(request["speculative_config"])
         return [answer(TEXT, 4 if len(asked) < 3 else 0) if asked[-1] else plain() for _ in request["prompts"]]
 

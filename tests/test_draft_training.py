@@ -1,8 +1,6 @@
 """Training a draft model: the loss is TRL's, the prompt is not learned, a mean is over tokens and not over batches."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
 from transformers import PreTrainedModel
 from trl import SFTConfig, SFTTrainer
+from warm_process import run_ranks, run_script
 
 from specdist.dataset.features import TargetStates, target_states
 from specdist.losses import Objective
@@ -346,18 +345,14 @@ def test_the_share_of_on_policy_batches_is_as_asked() -> None:
 
 
 def test_t10_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[1]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
     results = []
-    for name, launcher, batch, accumulation in (("one", [], 8, 1), ("two", launch, 4, 1), ("both", launch, 1, 4)):
+    for name, processes, batch, accumulation in (("one", 1, 8, 1), ("two", 2, 4, 1), ("both", 2, 1, 4)):
         output = tmp_path / name / "result.pt"
         output.parent.mkdir()
-        script = [str(root / "tests" / "train_in_processes.py"), str(output), str(batch), str(accumulation)]
-        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-        done = subprocess.run(
-            [sys.executable, *launcher, *script], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        script = [str(Path(__file__).with_name("train_in_processes.py")), str(output), str(batch), str(accumulation)]
+        alone = processes == 1
+        done = [run_script(script, os.environ)] if alone else run_ranks(script, processes)
+        assert not any(process.returncode for process in done), [process.stderr for process in done]
         results.append(torch.load(output))
     assert [result["processes"] for result in results] == [1, 2, 2]
     expected = results[0]
@@ -367,12 +362,8 @@ def test_t10_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
 
 
 def test_a_sharded_draft_has_the_gradient_of_a_whole_one() -> None:
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    script = str(root / "tests" / "shard_in_processes.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_ranks([str(Path(__file__).with_name("shard_in_processes.py"))], 2)
+    assert not any(process.returncode for process in done), [process.stderr for process in done]
 
 
 @pytest.mark.parametrize("kind", ["states", "top", "packed"])

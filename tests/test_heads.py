@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainingArguments
+from warm_process import run_ranks, run_script
 
 from specdist.dataset.features import target_states
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
@@ -352,17 +351,12 @@ def test_x1_incomplete_heads_are_refused_by_name(tmp_path: Path, damage: str) ->
 
 
 def test_t10_c10_two_processes_and_a_sharded_target_give_the_heads_of_one(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[1]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     results, saved, together = {}, {}, {}
-    for name, launcher, batch in (("whole", [], 4), ("sharded", launch, 2)):
+    for name, batch in (("whole", 4), ("sharded", 2)):
         output = tmp_path / name / "heads"
-        script = [str(root / "tests" / "heads_in_processes.py"), str(output), str(batch), name]
-        done = subprocess.run(
-            [sys.executable, *launcher, *script], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        script = [str(Path(__file__).with_name("heads_in_processes.py")), str(output), str(batch), name]
+        done = [run_script(script, os.environ)] if name == "whole" else run_ranks(script, 2)
+        assert not any(process.returncode for process in done), [process.stderr for process in done]
         results[name] = torch.load(output / "result.pt")
         saved[name] = load_heads(output / "model.safetensors", VOCAB)
         joint = output / "together"  # Medusa-2, whose target is whole on each process

@@ -1,9 +1,6 @@
 """What a report says about heads: accuracies of known ranks, costs, what to serve, and how it is shown."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from test_heads import TARGET, VOCAB, make_heads
 from test_report import Tags
 from test_tree_search import row
 from transformers import AutoModelForCausalLM, MistralConfig
+from warm_process import run_ranks
 
 from specdist.consistency import count_faults, non_finite_numbers
 from specdist.decoding.loop import decode
@@ -329,14 +327,8 @@ def test_heads_beyond_the_published_have_a_dash(measured: HeadsReport) -> None:
 
 
 def test_two_processes_share_the_texts_and_get_the_same_ranks(tmp_path: Path, eval_set: EvalSet) -> None:
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(root / "accelerate_configs/cpu_2proc.yaml")]
-    script = [str(root / "tests" / "rank_in_processes.py"), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *launch, *script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_ranks([str(Path(__file__).with_name("rank_in_processes.py")), str(tmp_path)], 2)
+    assert not any(process.returncode for process in done), [process.stderr for process in done]
     expected = rank_texts(scorer(), eval_set)
     results = [torch.load(tmp_path / f"{i}.pt") for i in range(2)]
     assert [result["passes"] for result in results] == [4, 4]  # one of nine answers is too short to be drafted

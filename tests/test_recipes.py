@@ -1,4 +1,8 @@
-"""Both recipes as a user starts them, on a tiny target: the whole chain, its second run, and SIGKILL in each stage."""
+"""Both recipes as a user starts them, on a tiny target: the whole chain, its second run, and SIGKILL in each stage.
+
+Those that train run in forked processes, which have their imports; a new interpreter starts each in a dry run, and
+`accelerate launch` the draft's.
+"""
 
 import json
 import os
@@ -11,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from warm_process import run_script
 
+from specdist.cli import main
 from specdist.registry.store import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
-ADVISE = "import sys; from specdist.cli import main; sys.exit(main(['advise', *sys.argv[1:]]))"
 # What appears in a run's directory as its stages go by; a run is killed as soon as one of them is there.
 MILESTONES = (
     "data/prompts/*/.tmp-*",
@@ -39,14 +44,17 @@ MILESTONES = (
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
-    make = [sys.executable, "scripts/make_tiny_target.py", str(directory)]
-    subprocess.run(make, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    run_script([str(ROOT / "scripts/make_tiny_target.py"), str(directory)], environment()).check_returncode()
     return directory / "target"
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
 
 
 def command(kind: str, target: Path, directory: Path, *extra: str) -> list[str]:
     return [
-        sys.executable,
         *(RECIPES[kind], "--config", f"recipes/configs/tiny/{kind}.yaml", "--target_model", str(target)),
         *("--output_dir", str(directory / "run"), "--data_dir", str(directory / "data")),
         *("--registry", str(directory / "registry"), *extra),
@@ -58,7 +66,13 @@ def environment() -> dict[str, str]:
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=170)
+    return run_script(arguments, environment())
+
+
+def run_anew(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """In a new interpreter."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=170)
 
 
 def state_of(directory: Path, name: str) -> dict:
@@ -89,8 +103,7 @@ def test_killed_in_each_stage_a_run_ends_as_an_uninterrupted_one(kind: str, targ
     killed = []
     for milestone in MILESTONES:
         process = subprocess.Popen(
-            command(kind, target, cut, "--shard_rows", "32"),
-            cwd=ROOT,
+            [sys.executable, *command(kind, target, cut, "--shard_rows", "32")],
             env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -110,7 +123,7 @@ def test_killed_in_each_stage_a_run_ends_as_an_uninterrupted_one(kind: str, targ
 
 @pytest.mark.parametrize("kind", ["draft", "medusa"])
 def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
-    kind: str, target: Path, tmp_path: Path
+    kind: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = run(command(kind, target, tmp_path))
     assert first.returncode == 0, first.stderr
@@ -142,9 +155,8 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
         assert all(c["passed"] for c in report["certifications"])
 
     if kind == "draft":
-        shown = run([sys.executable, "-c", ADVISE, "--measured", str(tmp_path / "run")])
-        assert shown.returncode == 0, shown.stderr
-        lines = shown.stdout.split("predicted and measured speed-up")[1].splitlines()[2:]
+        assert main(["advise", "--measured", str(tmp_path / "run")]) == 0
+        lines = capsys.readouterr().out.split("predicted and measured speed-up")[1].splitlines()[2:]
         assert [line.split()[0] for line in lines] == [str(gamma) for gamma in range(1, 11)]
 
     weaker = command(
@@ -195,8 +207,8 @@ def test_two_processes_and_another_batch_size_write_the_same_rows(target: Path, 
             *("--target_dtype", "float32", "--train_temperatures", "0", "0.8", "--max_train_prompts", "40"),
             *("--max_eval_prompts", "8", "--only_data", "true", "--generation_batch_rows", rows),
         ]
-        python, *rest = command("draft", target, tmp_path / name, *settings)
-        result = run([python, *launcher, *rest])
+        arguments = command("draft", target, tmp_path / name, *settings)
+        result = run_anew([*launcher, *arguments]) if launcher else run(arguments)
         assert result.returncode == 0, result.stderr
         assert not (tmp_path / name / "run" / "checkpoints").exists()
         manifests = sorted((tmp_path / name / "data").glob("*/manifest.json"))
@@ -233,9 +245,7 @@ def test_bad_input_is_one_clear_line_and_makes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # In this process, since a start of its own for each takes five seconds
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [*command("draft", target, tmp_path)[1:], *extra])
+    monkeypatch.setattr(sys, "argv", [*command("draft", target, tmp_path), *extra])
     monkeypatch.setenv("SPECDIST_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(RECIPES["draft"], run_name="__main__")
@@ -256,7 +266,7 @@ def test_a_malformed_prompt_file_is_refused_by_line_and_reason(target: Path, tmp
 
 @pytest.mark.parametrize("kind", ["draft", "medusa"])
 def test_dry_run_prints_the_plan_and_makes_nothing(kind: str, target: Path, tmp_path: Path) -> None:
-    result = run(command(kind, target, tmp_path, "--dry_run", "true"))
+    result = run_anew(command(kind, target, tmp_path, "--dry_run", "true"))
     assert result.returncode == 0, result.stderr
     assert all(word in result.stderr for word in ("plan  target", "disk", "memory", "champion  none yet", "dry run"))
     assert ("fit of a draft (2 of its 4 layers)" in result.stderr) == (kind == "draft")
