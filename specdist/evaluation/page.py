@@ -8,7 +8,7 @@ from specdist.evaluation.page_heads import heads_section
 from specdist.evaluation.page_parts import bounds, bullets, document, figures, section, table
 from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, sentences
-from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
+from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision, Speed, SpeedPoint
 
 _KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
 
@@ -44,7 +44,7 @@ def render_page(report: EvalReport, decision: GateDecision | None = None) -> str
         figures(draw_pictures(report)),
         section("Acceptance by setting and draft length", _settings_table(report)),
         section("Acceptance by domain", _domain_table(report)),
-        section("Measured speed", _speed_table(report)),
+        section("Measured speed", _speed_tables(report)),
         heads_section(report.heads) if report.heads else "",
         section("Is it true? Replay and fidelity", _trust_tables(report)),
         section("Words", "<dl>" + "".join(f"<dt>{w}</dt><dd>{escape(t)}</dd>" for w, t in _WORDS.items()) + "</dl>"),
@@ -175,11 +175,12 @@ def _domain_table(report: EvalReport) -> str:
     return table("Acceptance by domain", head, rows, main=len(rows) - (2 if domains else 1)) + note
 
 
-def _speed_table(report: EvalReport) -> str:
-    speed = report.speed
-    if speed is None or not speed.points:
-        return "<p>Not measured.</p>"
+def _speed_tables(report: EvalReport) -> str:
     best = best_speed(report)
+    return "".join(_speed_table(speed, best) for speed in report.speeds if speed.points) or "<p>Not measured.</p>"
+
+
+def _speed_table(speed: Speed, best: SpeedPoint | None) -> str:
     rows = [
         [
             drafted(p),
@@ -198,8 +199,11 @@ def _speed_table(report: EvalReport) -> str:
         f"{speed.batch_size} · {speed.num_prompts} prompts, {speed.repeats} repeats, interleaved with the "
         f"target alone · drafting one token costs {speed.draft_cost_ratio:.3f} of a target step"
     )
-    main = 1 + speed.points.index(best) if best else -1
-    return table("Measured speed", head, rows, main=main) + f'<p class="soft">{escape(facts)}.</p>'
+    main = 1 + speed.points.index(best) if best in speed.points else -1
+    return (
+        table(f"Measured speed, batch size {speed.batch_size}", head, rows, main=main)
+        + f'<p class="soft">{escape(facts)}.</p>'
+    )
 
 
 def _trust_tables(report: EvalReport) -> str:

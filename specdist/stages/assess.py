@@ -17,6 +17,7 @@ from specdist.evaluation.report import read_report, write_report
 from specdist.evaluation.speed import measure_speed
 from specdist.evaluation.summary import drafted
 from specdist.export.record import read_record
+from specdist.in_place import fits_in_place
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.schema_heads import HeadsReport
 from specdist.stages.changed_target import ChangedTarget
@@ -180,17 +181,30 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
     model = run.target_model(run.config.target.target_dtype)
     subset = eval_set.truncated(settings.speed_prompts, eval_set.sampling.max_new_tokens)
     tree = loader.tree(run.export, model)
-    speed = measure_speed(
-        model,
-        loader.drafter(run.export, model),
-        [text.row for text in subset.texts],
-        subset.sampling,
-        run.target.identity.eos_token_ids,
-        lengths=settings.speed_lengths,
-        repeats=settings.speed_repeats,
-        trees=[tree.drafter] if tree else [],
-    )
-    return replace(report, speed=speed)
+    sizes = sorted(set(settings.speed_batch_sizes))
+    if sizes != [1] and not fits_in_place(model):
+        logger.warning(
+            "speed_batch_sizes %s: the cache of %s cannot be written in place, so it decodes one prompt after the "
+            "other; timed at batch size 1 alone",
+            sizes,
+            type(model).__name__,
+        )
+        sizes = [1]
+    speeds = [
+        measure_speed(
+            model,
+            loader.drafter(run.export, model),
+            [text.row for text in subset.texts],
+            subset.sampling,
+            run.target.identity.eos_token_ids,
+            lengths=settings.speed_lengths,
+            repeats=settings.speed_repeats,
+            trees=[tree.drafter] if tree else [],
+            batch_size=size,
+        )
+        for size in sizes
+    ]
+    return replace(report, speed=speeds[0], batch_speeds=speeds[1:])
 
 
 def assess_export(
