@@ -1,9 +1,9 @@
 """Opens champions of the registry in vLLM and holds what it does against what specdist measured on the same prompts.
 
 Four checks: speculative greedy output is the target's own, drafts are accepted at all, vLLM's mean acceptance length is
-ours, and on the same texts each position of a draft is accepted as often (vllm_comparison.py). Runs in vLLM's environment
-(check_vllm.sh), where specdist is not installed: of specdist it imports only what needs no more than numpy. Engines run
-one after another (vllm_engine.py).
+ours, and on the same texts each position of a draft is accepted as often (vllm_comparison.py). Runs in vLLM's
+environment (check_vllm.sh), where specdist is not installed: of specdist it imports only what needs no more than numpy.
+Engines run one after another (vllm_engine.py).
 """
 
 import argparse

@@ -19,7 +19,11 @@ DEMO_RUNS = ("runs/smollm2-135m/draft", "runs/smollm2-135m/medusa")
 def _settings(report: EvalReport) -> str:
     primary = report.primary
     prompts = primary.summary.num_prompts if primary else 0
-    where = f"; timed on {report.speed.hardware}, {report.speed.dtype}, batch size 1" if report.speed else ""
+    where = (
+        f"; timed on {report.speed.hardware}, {report.speed.dtype}, batch size {report.speed.batch_size}"
+        if report.speed
+        else ""
+    )
     return (
         f"{report.primary_setting} decoding, γ={report.num_speculative_tokens}, "
         f"{prompts} held-out prompts, 95 % intervals over prompts{where}"

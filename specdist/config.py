@@ -286,6 +286,9 @@ class EvaluationArguments:
     speed_prompts: int = field(default=8, metadata={"help": "Prompts that are timed; 0 leaves timing out."})
     speed_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4], metadata={"help": "Draft lengths timed."})
     speed_repeats: int = field(default=2, metadata={"help": "How often each prompt is timed, in turn."})
+    speed_batch_sizes: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "How many prompts are decoded at once, each of these timed."}
+    )
 
     def __post_init__(self) -> None:
         check_range("evaluation", "num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
@@ -294,6 +297,10 @@ class EvaluationArguments:
         check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
         check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)
         check_range("evaluation", "speed_repeats", self.speed_repeats, 1, 1_000)
+        if not self.speed_batch_sizes:
+            raise ConfigError("evaluation.speed_batch_sizes []: expected one size or more, such as [1, 8]")
+        for size in self.speed_batch_sizes:
+            check_range("evaluation", "speed_batch_sizes", size, 1, 1_000)
 
 
 @dataclass

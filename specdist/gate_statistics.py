@@ -232,7 +232,7 @@ def _domain_checks(
 
 def _speed_check(report: EvalReport, policy: GatePolicy, batch_size: int) -> GateCheck:
     """The speed-up at the draft length that is served; judged only where the policy asks for one."""
-    speed = report.speed if report.speed and report.speed.batch_size == batch_size else None
+    speed = next((speed for speed in report.speeds if speed.batch_size == batch_size), None)
     chains = [p for p in speed.points if p.num_tree_nodes is None] if speed else []
     point = next((p for p in chains if p.num_speculative_tokens == report.num_speculative_tokens), None)
     low, high = point.speedup_interval if point and len(point.speedup_interval) == 2 else (0.0, math.inf)

@@ -309,7 +309,7 @@ class SpeedPoint(Record):
 
 @dataclass(frozen=True)
 class Speed(Record):
-    """Wall clock against the target alone: same prompts, same tokens, interleaved repeats, batch size 1."""
+    """Wall clock against the target alone: same prompts and tokens, interleaved repeats; `batch_size` texts at once."""
 
     hardware: str
     device: str
@@ -328,7 +328,7 @@ class EvalReport(Record):
     """Everything measured on one exported drafter. `invalid_reasons` empty means the report may be judged.
 
     `target` is the original. Where the drafter changes it (`lossless` false), acceptance, fidelity and speed are those
-    of the changed one on its own texts, and `quality` compares the two.
+    of the changed one on its own texts, and `quality` compares the two. `batch_speeds`: larger batch sizes'.
     """
 
     drafter_kind: str
@@ -354,6 +354,12 @@ class EvalReport(Record):
     num_target_parameters: int | None = None
     quality: TargetQuality | None = None
     costs: StepCosts | None = None
+    batch_speeds: list[Speed] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[Speed]:
+        """All that was timed, `speed` first."""
+        return [*([self.speed] if self.speed else []), *self.batch_speeds]
 
     def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
         """The acceptance at `setting` and draft length, or None where it was not measured."""

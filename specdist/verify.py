@@ -91,22 +91,17 @@ def uniform_numbers(shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
-def sample(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """`draw` with one random number of `generator` for each row of `probs` [..., V]: [...]."""
-    return draw(probs, uniform_numbers(probs.shape[:-1], generator))
+def sample_candidates(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw K distinct tokens of each row of `probs` [B, V], one after the other: [B, K], −1 where none is left.
 
-
-def sample_candidates(probs: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `count` distinct tokens of each row of `probs` [B, V], one after the other: [B, K], −1 where none is left.
-
-    Also what each was drawn from, [B, K, V]: `probs` without those before it, renormalised. It is what
-    `tree_rejection_sample` needs of siblings.
+    `uniforms` [B, K] as in `draw`. Also what each was drawn from, [B, K, V]: `probs` without those before it,
+    renormalised. It is what `tree_rejection_sample` needs of siblings.
     """
     ids, drawn_from, left = [], [], probs
-    for _ in range(count):
+    for numbers in uniforms.unbind(dim=-1):
         mass = left.sum(dim=-1, keepdim=True)  # [B, 1]
         drawn_from.append(left / mass.clamp(min=_TINY))
-        token = sample(drawn_from[-1], generator)[:, None]  # [B, 1]
+        token = draw(drawn_from[-1], numbers)[:, None]  # [B, 1]
         ids.append(token.where(mass > 0, -1))
         left = left.scatter(-1, token, 0.0)
     return torch.cat(ids, dim=-1), torch.stack(drawn_from, dim=1)

@@ -503,6 +503,11 @@ def test_speed_is_asked_at_every_batch_size_of_the_policy(good: EvalReport) -> N
     assert check(decision, "speedup:batch_1").passed
     assert "not measured at γ=3, batch size 8" in decision.reason
     assert judge(good, speed_batch_sizes=(8,)).verdict == "promote"
+    assert good.speed is not None
+    both = replace(good, batch_speeds=[replace(good.speed, batch_size=8)])
+    decision = judge(both, min_speedup=1.05, speed_batch_sizes=(1, 8))
+    assert decision.verdict == "promote"
+    assert check(decision, "speedup:batch_8").observed == check(decision, "speedup:batch_1").observed
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,11 @@ class Draft:
         if not self.sampled:
             best = logits.topk(count, dim=-1).indices[context]
             return best, best[..., None]
-        ids, drawn_from = sample_candidates(served_logprobs(logits, self.sampling).exp()[context], count, generator)
+        probs, uniforms = (
+            served_logprobs(logits, self.sampling).exp()[context],
+            uniform_numbers((len(context), count), generator),
+        )
+        ids, drawn_from = sample_candidates(probs, uniforms)
         return ids, drawn_from if self.told is None else self.told(logits)[context][:, None]
 
 

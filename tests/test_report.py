@@ -254,8 +254,21 @@ def test_a_tree_is_named_as_such_and_is_no_draft_length(report: EvalReport, tmp_
     assert pictures[0] == pictures[1]
 
 
-def test_a_report_written_before_there_were_trees_still_loads(report: EvalReport) -> None:
+def test_speed_at_several_batch_sizes_has_a_table_each_and_a_picture(report: EvalReport, tmp_path: Path) -> None:
+    assert report.speed is not None
+    batched = replace(report, batch_speeds=[replace(report.speed, batch_size=size) for size in (4, 16)])
+    write_report(batched, tmp_path)
+    assert read_report(tmp_path) == batched
+    text = render_page(batched)
+    assert all(f"Measured speed, batch size {size}" in text for size in (1, 4, 16))
+    assert "against batch size" in text
+    assert "at γ = 3 and batch size 1, 4, 16" in text
+    assert len(draw_pictures(batched)) == 1 + len(draw_pictures(report))
+
+
+def test_a_report_written_before_there_were_trees_or_batches_still_loads(report: EvalReport) -> None:
     plain = report.to_json()
+    del plain["batch_speeds"]
     for point in plain["speed"]["points"]:
         del point["num_tree_nodes"]
     assert EvalReport.from_json(plain) == report

@@ -12,10 +12,10 @@ from specdist.schema import SamplingSpec
 from specdist.tree import DraftTree
 from specdist.verify import (
     TypicalAcceptance,
+    draw,
     greedy_match,
     rejection_sample,
     residual_distribution,
-    sample,
     sample_candidates,
     served_logprobs,
     tree_match,
@@ -69,9 +69,9 @@ def test_served_logprobs_refuse_temperature_zero() -> None:
         served_logprobs(torch.zeros(3), SamplingSpec(0.0))
 
 
-def test_sample_never_draws_a_token_of_probability_zero() -> None:
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]).expand(20_000, 5)
-    drawn = sample(probs, torch.Generator().manual_seed(0))
+    drawn = draw(probs, uniform_numbers((20_000,), torch.Generator().manual_seed(0)))
     assert set(drawn.tolist()) == {1, 3}
     assert abs((drawn == 1).float().mean() - 0.5) < 0.02
 
@@ -131,7 +131,7 @@ def test_e17_a_row_of_a_batch_is_verified_as_it_is_alone(tree: DraftTree | None,
 
 def test_candidates_are_distinct_and_stop_where_none_is_left() -> None:
     probs = torch.tensor([[0.5, 0.0, 0.3, 0.2], [0.0, 1.0, 0.0, 0.0]]).repeat(500, 1)
-    ids, drawn_from = sample_candidates(probs, 4, torch.Generator().manual_seed(0))
+    ids, drawn_from = sample_candidates(probs, uniform_numbers((1000, 4), torch.Generator().manual_seed(0)))
     assert all(sorted(row) == [-1, 0, 2, 3] and row[-1] == -1 for row in ids[::2].tolist())
     assert ids[1::2].tolist() == [[1, -1, -1, -1]] * 500
     assert drawn_from.isfinite().all()

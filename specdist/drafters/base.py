@@ -3,6 +3,7 @@
 Shapes: N drafted tokens of a block, V vocabulary, D hidden size of the target.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,3 +57,24 @@ class Drafter(Protocol):
 
         `target_hidden` [D]: the target's final hidden state (after the norm) that produced the newest token.
         """
+
+    def batched(self, count: int, width: int) -> "BatchDrafter":
+        """A drafter for `count` texts of at most `width` tokens, all at their beginning; this one stays as it is."""
+
+
+class BatchDrafter(Protocol):
+    """Proposes blocks for several texts at once. All contexts draw their drafts alike, each from its generator."""
+
+    max_draft_tokens: int | None
+    tree: DraftTree | None
+
+    def propose_rows(
+        self, contexts: Sequence[DecodeContext], newest_hidden: Sequence[Tensor], max_tokens: Sequence[int]
+    ) -> list[Proposal]:
+        """For each text what `Drafter.commit` and then `propose` would; no draft where its `max_tokens` is 0.
+
+        `newest_hidden`: for each text the target's final hidden state [D] that produced the newest token.
+        """
+
+    def keep_rows(self, order: list[int]) -> None:
+        """Go on with these texts alone, in this order."""

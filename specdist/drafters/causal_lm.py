@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
-from specdist.drafters.base import DecodeContext, Proposal
-from specdist.drafters.drawing import draw_token
+from specdist.drafters.base import BatchDrafter, DecodeContext, Proposal
+from specdist.drafters.causal_lm_rows import DraftModelRows, block_proposal
+from specdist.drafters.drawing import Blocks
+from specdist.drafters.one_by_one import OneByOne
 from specdist.drafters.vocabulary import (
     DraftVocabulary,
     read_vocabulary,
@@ -21,6 +23,7 @@ from specdist.drafters.vocabulary import (
     shared_vocabulary_size,
 )
 from specdist.errors import ArtifactError, ConfigError
+from specdist.in_place import fits_in_place
 from specdist.target import Target, cache_argument, new_cache
 from specdist.tree import DraftTree
 
@@ -141,28 +144,27 @@ class DraftModelDrafter:
         self.cache = new_cache(self.model)
 
     def _logits(self, token_ids: list[int]) -> Tensor:
-        """Next-token logits [R] after feeding what the cache does not hold yet."""
+        """Next-token logits [1, R] after feeding what the cache does not hold yet."""
         fresh = torch.tensor([token_ids[self.cache.get_seq_length() :]], device=self.model.device)
         output = self.model(
             input_ids=fresh, **{cache_argument(self.model): self.cache}, use_cache=True, logits_to_keep=1
         )
-        return output.logits[0, -1, : len(self.vocabulary)].float()
+        return output.logits[:, -1, : len(self.vocabulary)].float()
 
     @torch.inference_mode()
     def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
-        tokens, rows = list(context.token_ids), []
-        for _ in range(max_tokens):
-            drawn = draw_token(self._logits(tokens), context)
-            tokens.append(int(self.vocabulary.ids[drawn.column]))
-            if drawn.probs is not None:
-                rows.append(drawn.probs)
-            if not drawn.go_on:
-                break
-        drafted = torch.tensor(tokens[len(context.token_ids) :])
-        return Proposal(drafted, self.vocabulary.spread(torch.stack(rows)) if rows else None)
+        tokens, blocks = list(context.token_ids), Blocks([context], [max_tokens])
+        while blocks.drafting:
+            tokens.append(int(self.vocabulary.ids[blocks.draw(self._logits(tokens))]))
+        return block_proposal(tokens[len(context.token_ids) :], blocks.probs(0), self.vocabulary)
 
     def commit(self, num_committed: int, target_hidden: Tensor) -> None:
         # The newest token has not been fed. The last draft never was either, so there may be nothing to cut.
         excess = self.cache.get_seq_length() - (num_committed - 1)
         if excess > 0:
             self.cache.crop(-excess)
+
+    def batched(self, count: int, width: int) -> BatchDrafter:
+        if fits_in_place(self.model):
+            return DraftModelRows(self.model, self.vocabulary, count, width)
+        return OneByOne([DraftModelDrafter(self.model, self.vocabulary) for _ in range(count)])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from specdist.drafters.base import DecodeContext, Proposal
+from specdist.drafters.one_by_one import OneByOne
 from specdist.errors import ConfigError
 from specdist.tree import DraftTree
 
@@ -53,3 +54,6 @@ class NgramDrafter:
 
     def commit(self, num_committed: int, target_hidden: torch.Tensor) -> None:
         """Nothing: the text itself is all that is looked at."""
+
+    def batched(self, count: int, width: int) -> OneByOne:
+        return OneByOne([NgramDrafter(self.sizes[0], self.sizes[-1]) for _ in range(count)])

@@ -119,8 +119,8 @@ def _measured(report: EvalReport) -> list[str]:
     lines = [*_items(sentences(report)), "", *_table(_ACCEPTANCE_HEAD, _acceptance_rows(report))]
     if report.primary is not None and len(report.primary.domains) > 1:
         lines += ["", *_table(_DOMAIN_HEAD, _domain_rows(report.primary))]
-    if report.speed is not None:
-        lines += ["", _timed(report.speed), "", *_table(_SPEED_HEAD, _speed_rows(report.speed))]
+    for speed in report.speeds:
+        lines += ["", _timed(speed), "", *_table(_SPEED_HEAD, _speed_rows(speed))]
     return lines
 
 

@@ -10,7 +10,7 @@ from specdist.evaluation.page_parts import bounds, bullets, document, figures, s
 from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, mispredicted, sentences
 from specdist.metrics import by_context
-from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision
+from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision, Speed, SpeedPoint
 
 _KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
 
@@ -62,7 +62,7 @@ def report_parts(report: EvalReport, decision: GateDecision | None = None) -> li
         section("Acceptance by setting and draft length", _settings_table(report)),
         section("Acceptance by domain", _domain_table(report)),
         _context_section(report),
-        section("Measured speed", _speed_table(report)),
+        section("Measured speed", _speed_tables(report)),
         costs_section(report.costs) if report.costs else "",
         heads_section(report.heads) if report.heads else "",
         section("Is it true? Replay and fidelity", _trust_tables(report)),
@@ -199,11 +199,12 @@ def _context_section(report: EvalReport) -> str:
     return section("Acceptance by context length", table("By context length", head, rows)) if rows else ""
 
 
-def _speed_table(report: EvalReport) -> str:
-    speed = report.speed
-    if speed is None or not speed.points:
-        return "<p>Not measured.</p>"
+def _speed_tables(report: EvalReport) -> str:
     best = best_speed(report)
+    return "".join(_speed_table(speed, best) for speed in report.speeds if speed.points) or "<p>Not measured.</p>"
+
+
+def _speed_table(speed: Speed, best: SpeedPoint | None) -> str:
     rows = [
         [
             drafted(p),
@@ -222,9 +223,10 @@ def _speed_table(report: EvalReport) -> str:
         f"{speed.batch_size} · {speed.num_prompts} prompts, {speed.repeats} repeats, interleaved with the "
         f"target alone · drafting one token costs {speed.draft_cost_ratio:.3f} of a target step"
     )
-    main = 1 + speed.points.index(best) if best else -1
+    main = 1 + speed.points.index(best) if best in speed.points else -1
     surprises = bullets(said) if (said := mispredicted(speed)) else ""
-    return table("Measured speed", head, rows, main=main) + f'{surprises}<p class="soft">{escape(facts)}.</p>'
+    rates = table(f"Measured speed, batch size {speed.batch_size}", head, rows, main=main)
+    return f'{rates}{surprises}<p class="soft">{escape(facts)}.</p>'
 
 
 def _trust_tables(report: EvalReport) -> str:

@@ -20,7 +20,7 @@ from specdist.schema_heads import DraftShape, HeadsReport
 
 def draw_pictures(report: EvalReport) -> list[Picture]:
     """Draw what the report holds; a picture without numbers is left out."""
-    drawers = (_by_position, _by_draft_length, _by_speed, _by_checkpoint, _by_domain)
+    drawers = (_by_position, _by_draft_length, _by_speed, _by_batch_size, _by_checkpoint, _by_domain)
     return [picture for draw in drawers if (picture := draw(report)) is not None]
 
 
@@ -96,6 +96,35 @@ def _by_speed(report: EvalReport) -> Picture | None:
 
     description = f"Speed over the target alone at draft length {', '.join(map(str, lengths))}: {numbers(speedups)}."
     return Picture("Measured speed", description, draw)
+
+
+def _by_batch_size(report: EvalReport) -> Picture | None:
+    """Speed of the chain that the gate judges, at each batch size that was timed."""
+    points = {
+        speed.batch_size: point
+        for speed in report.speeds
+        for point in speed.points
+        if point.num_tree_nodes is None and point.num_speculative_tokens == report.num_speculative_tokens
+    }
+    if len(points) < 2:
+        return None
+    sizes, speedups = list(points), [point.speedup for point in points.values()]
+
+    def draw(axes: Any) -> None:
+        places = range(len(sizes))  # sizes grow by factors: evenly spaced they can be read
+        errors = distances(speedups, [point.speedup_interval for point in points.values()])
+        draw_points(axes, places, speedups, "measured", yerr=errors)
+        draw_baseline(axes.axhline)
+        axes.set_xticks(places, list(map(str, sizes)))
+        axes.margins(y=0.1)
+        axes.set_xlabel("batch size (texts decoded at once)")
+        axes.set_ylabel("speed (target alone = 1)")
+
+    description = (
+        f"Speed over the target alone at γ = {report.num_speculative_tokens} and batch size "
+        f"{', '.join(map(str, sizes))}: {numbers(speedups)}."
+    )
+    return Picture("Measured speed against batch size", description, draw)
 
 
 def _by_checkpoint(report: EvalReport) -> Picture | None:

@@ -1,4 +1,4 @@
-"""Owns wall-clock measurement: speculative decoding against the target alone, interleaved, at batch size 1."""
+"""Owns wall-clock measurement: speculative decoding against the target alone, interleaved, at any batch size."""
 
 import logging
 import platform
@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from specdist import metrics
-from specdist.decoding.loop import DecodeResult, decode
+from specdist.decoding.loop import DecodeResult, decode, decode_batch
 from specdist.drafters.base import Drafter
+from specdist.errors import ConfigError
+from specdist.in_place import fits_in_place
 from specdist.progress import track
 from specdist.schema import DistillRow, SamplingSpec, Speed, SpeedPoint
 
@@ -20,13 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Timing:
-    """One decode: output tokens, all seconds, and the seconds and number of its parts."""
+    """One decode of a batch: output tokens, all seconds, and the seconds and number of its parts.
+
+    `steps` and `accepted_tokens` are those of all its texts; `passes` of the target after the prompts, and
+    `draft_rounds`, tokens drafted one after the other, are shared by the texts.
+    """
 
     tokens: int
     seconds: float
     steps: int
-    draft_tokens: int
     accepted_tokens: int
+    passes: int
+    draft_rounds: int
     draft_seconds: float
     verify_seconds: float
 
@@ -39,15 +46,18 @@ class _Way:
     length: int
 
 
-def _timing(result: DecodeResult) -> _Timing:
+def _timing(results: Sequence[DecodeResult]) -> _Timing:
+    last = max(results, key=lambda result: result.seconds)  # the text that took part in every pass
+    steps = [step for result in results for step in result.steps]
     return _Timing(
-        len(result.completion_ids),
-        result.prefill_seconds + result.draft_seconds + result.verify_seconds,
-        len(result.steps),
-        sum(step.drafted for step in result.steps),
-        sum(step.accepted for step in result.steps),
-        result.draft_seconds,
-        result.verify_seconds,
+        sum(len(result.completion_ids) for result in results),
+        last.seconds,
+        len(steps),
+        sum(step.accepted for step in steps),
+        len(last.steps),
+        sum(step.drafted for step in last.steps),
+        last.draft_seconds,
+        last.verify_seconds,
     )
 
 
@@ -66,6 +76,11 @@ def _total(timings: Sequence[_Timing], field: str) -> float:
     return float(sum(getattr(timing, field) for timing in timings))
 
 
+def _draft_seconds(timings: Sequence[_Timing]) -> float:
+    """Seconds of drafting one token, for every text of the batch; of looking for some where there was none."""
+    return _total(timings, "draft_seconds") / max(1.0, _total(timings, "draft_rounds"))
+
+
 def _point(way: _Way, fast: list[_Timing], plain: list[_Timing], step_seconds: float) -> SpeedPoint:
     # Speed is tokens per second on both sides: in half precision the two texts may part at a tie and end elsewhere.
     rates = [[t.tokens, t.seconds, p.tokens, p.seconds] for t, p in zip(fast, plain, strict=True)]
@@ -79,8 +94,8 @@ def _point(way: _Way, fast: list[_Timing], plain: list[_Timing], step_seconds: f
         predicted_speedup=metrics.predicted_speedup(
             tau,
             way.length,
-            _total(fast, "draft_seconds") / max(1.0, _total(fast, "draft_tokens")) / step_seconds,
-            _total(fast, "verify_seconds") / _total(fast, "steps") / step_seconds,
+            _draft_seconds(fast) / step_seconds,
+            _total(fast, "verify_seconds") / _total(fast, "passes") / step_seconds,
         ),
         num_tree_nodes=way.drafter.tree.num_nodes if way.drafter.tree else None,
     )
@@ -90,6 +105,14 @@ def _ways(drafter: Drafter, lengths: Sequence[int], trees: Sequence[Drafter]) ->
     longest = drafter.max_draft_tokens
     chains = [_Way(drafter, n) for n in lengths if longest is None or n <= longest]
     return chains + [_Way(tree, tree.tree.depth) for tree in trees if tree.tree]
+
+
+def _check_batches(model: PreTrainedModel, batch_size: int) -> None:
+    if batch_size > 1 and not fits_in_place(model):
+        raise ConfigError(
+            f"speed at batch size {batch_size}: the cache of {type(model).__name__} cannot be written in place, so it "
+            "decodes one prompt after the other; measure batch size 1"
+        )
 
 
 def measure_speed(
@@ -102,39 +125,47 @@ def measure_speed(
     lengths: Sequence[int],
     repeats: int,
     trees: Sequence[Drafter] = (),
+    batch_size: int = 1,
 ) -> Speed:
     """Time every prompt `repeats` times: target alone, each draft length, each drafter with a tree at its full depth.
 
-    They take turns. One warm-up is not counted. `draft_cost_ratio` is that of the chains.
+    They take turns. One warm-up is not counted. `batch_size` prompts are decoded at once, the last ones with the first
+    where they are too few. `draft_cost_ratio` is that of the chains. Raises ConfigError where the model decodes no
+    batches (`fits_in_place`).
     """
+    _check_batches(model, batch_size)
     ways = _ways(drafter, lengths, trees)
     plain: list[_Timing] = []
     fast: list[list[_Timing]] = [[] for _ in ways]
-    order = [row for _ in range(repeats) for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    starts = range(0, len(prompts), batch_size)
+    batches = [[prompts[(start + i) % len(prompts)] for i in range(batch_size)] for start in starts] * repeats
 
-    def run(row: DistillRow, way: _Way | None) -> _Timing:
+    def run(batch: list[list[int]], way: _Way | None) -> _Timing:
         own, length = (way.drafter, way.length) if way else (None, 0)
-        return _timing(
-            decode(model, row.prompt_ids, sampling, eos_token_ids, drafter=own, num_speculative_tokens=length)
-        )
+        if batch_size == 1:
+            return _timing(
+                [decode(model, batch[0], sampling, eos_token_ids, drafter=own, num_speculative_tokens=length)]
+            )
+        return _timing(decode_batch(model, batch, sampling, eos_token_ids, drafter=own, num_speculative_tokens=length))
 
     for way in (None, *ways):
-        run(rows[0], way)
-    for row in track(order, len(order), "timing", logger):
-        plain.append(run(row, None))
+        run(batches[0], way)
+    for batch in track(batches, len(batches), f"timing, batch size {batch_size}", logger):
+        plain.append(run(batch, None))
         for way, timings in zip(ways, fast, strict=True):
-            timings.append(run(row, way))
-    step_seconds = _total(plain, "verify_seconds") / _total(plain, "steps")
+            timings.append(run(batch, way))
+    step_seconds = _total(plain, "verify_seconds") / _total(plain, "passes")
     chains = [t for way, timings in zip(ways, fast, strict=True) if way.drafter.tree is None for t in timings]
     return Speed(
         hardware=hardware_name(model.device),
         device=model.device.type,
         num_threads=torch.get_num_threads(),
         dtype=str(model.dtype).removeprefix("torch."),
-        batch_size=1,
+        batch_size=batch_size,
         num_prompts=len(rows),
         repeats=repeats,
         target_tokens_per_second=_total(plain, "tokens") / _total(plain, "seconds"),
-        draft_cost_ratio=_total(chains, "draft_seconds") / _total(chains, "draft_tokens") / step_seconds,
+        draft_cost_ratio=_draft_seconds(chains) / step_seconds,
         points=[_point(way, timings, plain, step_seconds) for way, timings in zip(ways, fast, strict=True)],
     )

@@ -6,6 +6,7 @@ Costs of target passes and of drafting are medians of steps taken in turn (verif
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,8 +96,8 @@ def _draft_costs(
             own.commit(CONTEXT_TOKENS, context.hidden[0])  # takes the last draft back out of the cache
             own.propose(state, length).token_ids.tolist()
 
-    for own in {id(own): own for own, _ in works if own is not None}.values():
-        own.reset()
+    for each in {id(own): own for own, _ in works if own is not None}.values():
+        each.reset()
     seconds = interleaved(run, range(len(works)), rounds=_ROUNDS, limit=_SECONDS)
     costs = []
     for number, (own, length) in enumerate(works):
@@ -141,10 +142,10 @@ def _cache_per_token(cache: Any) -> int:
 def _memory(model: PreTrainedModel, drafter: Drafter, prompt_ids: list[int]) -> Memory:
     counted: set[int] = set()
     target_weights = _weights(model, counted)
-    module = drafter.model if isinstance(drafter, DraftModelDrafter) else None
+    module: nn.Module | None = drafter.model if isinstance(drafter, DraftModelDrafter) else None
     if isinstance(drafter, HeadsDrafter):
         module = drafter.heads.heads
-    peaks = [_peak(model.device, lambda own=own: _two_tokens(model, prompt_ids, own)) for own in (None, drafter)]
+    peaks = [_peak(model.device, partial(_two_tokens, model, prompt_ids, own)) for own in (None, drafter)]
     context = CachedContext(model, torch.tensor([(prompt_ids * CONTEXT_TOKENS)[: CONTEXT_TOKENS + 1]]))
     return Memory(
         target_weights=target_weights,
@@ -174,8 +175,11 @@ def _peak(device: torch.device, call: Callable[[], Any]) -> int | None:
 def predict_speed(speed: Speed, costs: StepCosts) -> Speed:
     """`speed` with each point's prediction from its τ and the measured costs of its block, at batch size 1.
 
-    A point whose block was not measured keeps its own prediction, which is from the parts of the timed run.
+    A point whose block was not measured, or of another batch size, keeps its own prediction, which is from the parts of
+    the timed run.
     """
+    if speed.batch_size != 1:
+        return speed
     return replace(speed, points=[_predicted(point, costs) for point in speed.points])
 
 

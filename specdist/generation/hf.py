@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from specdist.errors import ConfigError
 from specdist.generation.cache import Batch, new_batch
 from specdist.generation.engine import Answer, Request, TopLogprobs
+from specdist.in_place import WIDTH_STEP, without
 from specdist.schema import SamplingSpec
 from specdist.verify import served_logprobs
 
-WIDTH_STEP = 32  # tokens: the room of a row is rounded up to these, so that the cache is seldom laid out anew
 JOIN_SHARE = 8  # new rows join when an eighth of the places is free
 
 
@@ -144,7 +144,7 @@ class TransformersEngine:
             self._append(rows, logits)
             done = [i for i, row in enumerate(rows) if self._finish_reason(row)]
             if done:
-                order = _without(done, len(rows))
+                order = without(done, len(rows))
                 batch.keep(order)
                 finished, rows = [rows[i] for i in done], [rows[i] for i in order]
                 yield from map(self._answer, finished)
@@ -203,10 +203,3 @@ class TransformersEngine:
     def close(self) -> None:
         """Let go of the model, which is the caller's."""
         del self.model
-
-
-def _without(done: list[int], count: int) -> list[int]:
-    """Order of `count` rows without `done`, where rows from the end take the places that become free."""
-    kept = count - len(done)
-    spare = iter(sorted(set(range(kept, count)).difference(done)))
-    return [next(spare) if i in done else i for i in range(kept)]

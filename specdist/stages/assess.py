@@ -1,7 +1,7 @@
 """Owns measuring a drafter: each checkpoint at the gate's setting, the export at every setting, certified and timed."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from specdist.evaluation.speed import measure_speed
 from specdist.evaluation.step_costs import measure_step_costs, predict_speed
 from specdist.evaluation.summary import drafted
 from specdist.export.record import read_record
+from specdist.in_place import fits_in_place
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.schema_heads import HeadsReport
 from specdist.stages.changed_target import ChangedTarget
@@ -183,19 +184,38 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
     tree = loader.tree(run.export, model)
     drafter, trees = loader.drafter(run.export, model), [tree.drafter] if tree else []
     rows, lengths = [text.row for text in subset.texts], settings.speed_lengths
-    speed = measure_speed(
-        model,
-        drafter,
-        rows,
-        subset.sampling,
-        run.target.identity.eos_token_ids,
-        lengths=lengths,
-        repeats=settings.speed_repeats,
-        trees=trees,
-    )
-    known = report.heads.verify_costs if report.heads and report.heads.dtype == speed.dtype else []
+    speeds = [
+        measure_speed(
+            model,
+            drafter,
+            rows,
+            subset.sampling,
+            run.target.identity.eos_token_ids,
+            lengths=lengths,
+            repeats=settings.speed_repeats,
+            trees=trees,
+            batch_size=size,
+        )
+        for size in _batch_sizes(model, settings.speed_batch_sizes)
+    ]
+    known = report.heads.verify_costs if report.heads and report.heads.dtype == speeds[0].dtype else []
     costs = measure_step_costs(model, drafter, rows, lengths=lengths, trees=trees, verify=known)
-    return replace(report, speed=predict_speed(speed, costs), costs=costs)
+    first, *others = (predict_speed(speed, costs) for speed in speeds)
+    return replace(report, speed=first, batch_speeds=others, costs=costs)
+
+
+def _batch_sizes(model: PreTrainedModel, asked: Sequence[int]) -> list[int]:
+    """The batch sizes that are timed: those asked for, or 1 alone where the model decodes prompt by prompt."""
+    sizes = sorted(set(asked))
+    if sizes == [1] or fits_in_place(model):
+        return sizes
+    logger.warning(
+        "speed_batch_sizes %s: the cache of %s cannot be written in place, so it decodes one prompt after the other; "
+        "timed at batch size 1 alone",
+        sizes,
+        type(model).__name__,
+    )
+    return [1]
 
 
 def assess_export(
