@@ -9,6 +9,7 @@ from typing import Any
 from specdist.errors import ConfigError
 from specdist.record import Record
 from specdist.schema_heads import HeadsReport
+from specdist.schema_reload import Reload
 
 VERDICTS = ("promote", "hold", "reject")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -350,6 +351,7 @@ class EvalReport(Record):
     heads: HeadsReport | None = None
     num_target_parameters: int | None = None
     quality: TargetQuality | None = None
+    reload: Reload | None = None
 
     def result(self, setting: str, num_speculative_tokens: int) -> AcceptanceResult | None:
         """The acceptance at `setting` and draft length, or None where it was not measured."""

@@ -19,6 +19,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "record",
             "schema",
             "schema_heads",
+            "schema_reload",
             "metrics",
             "config",
             "provenance",
