@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_path)
     command = commands.add_parser("rollback", parents=[model], help="make an earlier champion champion again")
     command.add_argument("--to", metavar="N", help="version (default: the champion before the present one)")
+    _add_mirror(command)
     command.set_defaults(run=_rollback)
     command = commands.add_parser("prune", parents=[model], help="delete old versions that no alias names")
     command.add_argument(
@@ -79,8 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_prune)
     command = commands.add_parser("reconcile", parents=[model], help="finish what an interrupted writer left")
+    _add_mirror(command)
     command.set_defaults(run=_reconcile)
     return parser
+
+
+def _add_mirror(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--mlflow-tracking-uri", metavar="URI", help="an MLflow to be told (default: environment's)")
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:
@@ -361,6 +367,7 @@ def _path(arguments: argparse.Namespace) -> None:
 def _rollback(arguments: argparse.Namespace) -> None:
     version = _open(arguments).rollback(arguments.to)
     _write(f"champion of {arguments.model} is now version {version.number}; a running server must be restarted")
+    _tell_mlflow(arguments)
 
 
 def _prune(arguments: argparse.Namespace) -> None:
@@ -373,3 +380,14 @@ def _reconcile(arguments: argparse.Namespace) -> None:
     registry.reconcile()
     champion = registry.champion()
     _write(f"{arguments.model}: in order, champion {champion.number if champion else 'none'}")
+    _tell_mlflow(arguments)
+
+
+def _tell_mlflow(arguments: argparse.Namespace) -> None:
+    """Raises ArtifactError where an MLflow is named and cannot be told; what serves is as it was said before."""
+    from specdist.registry.mirror import mirror_uri, tell
+
+    if uri := mirror_uri(arguments.mlflow_tracking_uri):
+        if fault := tell(_open(arguments), uri):
+            raise ArtifactError(f"MLflow at {uri} was not told: {fault}; `specdist registry reconcile` tells it")
+        _write(f"{arguments.model}: MLflow at {uri} is up to date")

@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "safetensors_file",
             "export_record",
             "outbox",
+            "child_process",
         ),
         (),
     ),
@@ -55,7 +56,7 @@ LAYERS["L7 cli"] = (("cli",), (*BELOW_TOP, "L7 stages"))
 
 # Package → the only modules that may import it; an empty tuple means none
 ONLY_IN = {
-    "mlflow": ("registry.mlflow",),
+    "mlflow": ("registry.mlflow", "registry.mirror"),
     "vllm": ("generation.vllm",),
     "wandb": ("tracking", "stages.send"),
     "recipes": (),

@@ -7,8 +7,6 @@ The fresh process opens target and drafter by name as `specdist decode` does, an
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdist.child_process import run_child
 from specdist.decoding.loop import decode
 from specdist.drafters.base import DecodeContext, Drafter, Proposal
 from specdist.drafters.causal_lm import DraftModelDrafter
@@ -103,22 +102,12 @@ def read_export(
 
 def reload_export(measured: ExportReading, request: ReloadRequest) -> Reload:
     """Let a fresh process read the export, and put its reading beside what was `measured` here."""
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_A_LAUNCH}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "specdist.stages.reload"],
-            input=json.dumps(request.to_json()),
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return Reload(measured, fault=f"not done after {_SECONDS:g} s")
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        return Reload(measured, fault=said[-1])
-    return Reload(measured, ExportReading.from_json(json.loads(done.stdout), "the fresh process's reading"))
+    ended = run_child(
+        ["-m", "specdist.stages.reload"], json.dumps(request.to_json()), seconds=_SECONDS, without=_OF_A_LAUNCH
+    )
+    if ended.fault:
+        return Reload(measured, fault=ended.fault)
+    return Reload(measured, ExportReading.from_json(json.loads(ended.output), "the fresh process's reading"))
 
 
 def _read(request: ReloadRequest) -> ExportReading:
