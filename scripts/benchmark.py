@@ -5,6 +5,7 @@ python scripts/benchmark.py prompts --help       reading, validating, deduplicat
 python scripts/benchmark.py losses --help        objectives fused with the projection, against eager ones and TRL's
 python scripts/benchmark.py train-draft --help   whole steps of the demo's draft: eager, ours, TRL's
 python scripts/benchmark.py train-heads --help   whole steps of Medusa heads: as published, written plainly, and ours
+python scripts/benchmark.py tracking --help      what W&B costs a training, with servers that refuse or hang
 """
 
 import importlib
@@ -17,6 +18,7 @@ MEASUREMENTS = {
     "losses": "benchmark_losses",
     "train-draft": "benchmark_train_draft",
     "train-heads": "benchmark_train_heads",
+    "tracking": "benchmark_tracking",
 }
 
 
