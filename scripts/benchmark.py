@@ -7,6 +7,7 @@ python scripts/benchmark.py train-draft --help   whole steps of the demo's draft
 python scripts/benchmark.py train-heads --help   whole steps of Medusa heads: as published, written plainly, and ours
 python scripts/benchmark.py decode --help        tokens per second with each drafter, alone, and of transformers'
 python scripts/benchmark.py replay --help        acceptance by replay against decoding: cost, and width of intervals
+python scripts/benchmark.py tracking --help      what W&B costs a training, with servers that refuse or hang
 """
 
 import importlib
@@ -21,6 +22,7 @@ MEASUREMENTS = {
     "train-heads": "benchmark_train_heads",
     "decode": "benchmark_decode",
     "replay": "benchmark_replay",
+    "tracking": "benchmark_tracking",
 }
 
 

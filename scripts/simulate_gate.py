@@ -29,8 +29,10 @@ from specdist.schema import (
     PromptCounts,
     TargetIdentity,
 )
+from specdist.schema_reload import ExportReading, Reload
 
 GAMMA = 5
+READING = ExportReading(1, "a" * 64, [[1] * GAMMA])  # of an export, by whatever process
 _LENGTHS = (32, 128)  # tokens of an answer
 _MEAN_LENGTH, _PROMPT_SPREAD, _PAIR_SPREAD = 2.3, 0.15, 0.14
 _CHUNK = 500  # pairs at once: bounds memory at draws × 4 · pairs
@@ -146,6 +148,7 @@ def report_of(counts: np.ndarray, domains: np.ndarray) -> EvalReport:
         fidelity=Fidelity("float32", 24, 24, []),
         speed=None,
         dtype="float32",
+        reload=Reload(READING, READING),
     )
 
 

@@ -36,6 +36,7 @@ from typing import Self
 
 from specdist.errors import ArtifactError, StaleBaseline
 from specdist.export_record import ExportRecord, write_record
+from specdist.registry.hub import HubCache
 from specdist.registry.store import Registry
 from specdist.schema import TargetIdentity
 
@@ -151,7 +152,7 @@ def check_serving(registry: Registry, allowed: set[str | None]) -> None:
 
 
 def check_agreement(registry: Registry, allowed: set[str | None], known: set[str]) -> str | None:
-    """After `reconcile`, record, link and history name one champion, and every known version is whole."""
+    """After `reconcile`, record, link, cache and history name one champion, and every known version is whole."""
     registry.reconcile()
     check_serving(registry, allowed)
     champion = registry.champion()
@@ -165,6 +166,7 @@ def check_agreement(registry: Registry, allowed: set[str | None], known: set[str
     if champion is not None:
         assert registry.champion_path().resolve() == champion.path
         assert registry.history()[-1]["version"] == number
+        assert HubCache(registry.root, MODEL).names("champion", champion.number), "the cache names another version"
     return number
 
 

@@ -5,6 +5,7 @@ Knows nothing of specdist: what it opens, any server opens.
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def counters(llm: vllm.LLM, positions: int) -> dict[str, list[int]]:
 
 
 def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Greedy output of every prompt with the counters that it added; without speculation with the best tokens too."""
+    """Greedy output of every prompt, seconds and counters that it took; without speculation the best tokens too."""
     # One request at a time and no cached prefixes: the passes over the target then have the same shapes whatever the
     # other prompts are, and counters can be read prompt by prompt.
     llm = vllm.LLM(
@@ -56,12 +57,14 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
     positions = (request["speculative_config"] or {}).get("num_speculative_tokens", 0)
     before = counters(llm, positions)
     for prompt_ids in request["prompts"]:
+        began = time.perf_counter()
         output = llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)[0].outputs[0]
+        seconds = time.perf_counter() - began
         after = counters(llm, positions)
         best = [{str(token): entry.logprob for token, entry in step.items()} for step in output.logprobs or []]
         added = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
         numbers = {name: values if name == "accepted_at_position" else values[0] for name, values in added.items()}
-        answers.append({"token_ids": list(output.token_ids), "best": best, **numbers})
+        answers.append({"token_ids": list(output.token_ids), "best": best, "seconds": seconds, **numbers})
         before = after
     return answers
 

@@ -1,4 +1,4 @@
-"""Owns the command `specdist`: trying a drafter, advice on a draft, data, reports, exports, the registry.
+"""Owns the command `specdist`: trying a drafter, advice, data, reports, exports. Its registry is in cli_registry.py.
 
 Everything else is a recipe.
 
@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdist import config
+from specdist.cli_registry import add_registry_commands, write_line
 from specdist.decoding.policies import POLICIES
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.provenance import write_json
-from specdist.registry.store import Registry, model_names
-from specdist.registry.version import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH
 from specdist.schema import SamplingSpec
 
 if TYPE_CHECKING:
     from specdist.export.record import ExportRecord
-
-_COLUMNS = ("model", "version", "alias", "mean accepted length", "created")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,33 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sync(groups.add_parser("sync", help="send to W&B what runs left in the outbox while it could not be reached"))
     _add_report(groups.add_parser("report", help="the page of one drafter, or of several and which of them to serve"))
     _add_compare(groups.add_parser("compare", help="two drafters on the same prompts: differences with intervals"))
-    registry = groups.add_parser("registry", help="published versions and the champion that serves")
-    commands = registry.add_subparsers(required=True, metavar="COMMAND")
-
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
-    model = argparse.ArgumentParser(add_help=False, parents=[shared])
-    model.add_argument("model", metavar="MODEL")
-
-    command = commands.add_parser(
-        "list", parents=[shared], help="all models and versions; * marks the champion, which serves"
-    )
-    command.set_defaults(run=_list)
-    command = commands.add_parser("show", parents=[model], help="one version, its tags; its files are verified")
-    command.add_argument("version", metavar="VERSION", nargs="?", help="default: the champion")
-    command.set_defaults(run=_show)
-    command = commands.add_parser("path", parents=[model], help="path of the champion link, to give to an engine")
-    command.set_defaults(run=_path)
-    command = commands.add_parser("rollback", parents=[model], help="make an earlier champion champion again")
-    command.add_argument("--to", metavar="N", help="version (default: the champion before the present one)")
-    command.set_defaults(run=_rollback)
-    command = commands.add_parser("prune", parents=[model], help="delete old versions that no alias names")
-    command.add_argument(
-        "--keep", metavar="N", type=int, default=5, help="newest versions to keep (default: %(default)s)"
-    )
-    command.set_defaults(run=_prune)
-    command = commands.add_parser("reconcile", parents=[model], help="finish what an interrupted writer left")
-    command.set_defaults(run=_reconcile)
+    add_registry_commands(groups.add_parser("registry", help="published versions and the champion that serves"))
     return parser
 
 
@@ -242,12 +213,12 @@ def _advise(arguments: argparse.Namespace) -> None:
     target = open_target(target_arguments.target_model)
     fit = draft_fit(target, target_arguments, draft)
     for line in fit_lines(fit):
-        _write(line)
+        write_line(line)
     if arguments.json:
         write_json(arguments.json, fit_json(fit))
     if arguments.measured:
         for line in compare_with_run(fit, target, target_arguments, arguments.measured, Path(data.data_dir)):
-            _write(line)
+            write_line(line)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -268,30 +239,30 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _write_export(directory: Path, record: "ExportRecord") -> None:
-    _write(f"{directory}: {record.drafter_kind} for {record.target.model_id}, {record.drafter_sha256[:12]}")
+    write_line(f"{directory}: {record.drafter_kind} for {record.target.model_id}, {record.drafter_sha256[:12]}")
     for limit in record.known_limits:
-        _write(f"  {limit}")
+        write_line(f"  {limit}")
 
 
 def _report(arguments: argparse.Namespace) -> None:
     from specdist.stages.report import report
 
     for line in report(arguments.drafters, arguments.html, arguments.root, arguments.png):
-        _write(line)
+        write_line(line)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     from specdist.stages.compare import compare
 
     for line in compare(arguments.first, arguments.second, arguments.html, arguments.root):
-        _write(line)
+        write_line(line)
 
 
 def _sync(arguments: argparse.Namespace) -> None:
     from specdist.stages.sync import sync
 
     for line in sync(arguments.root, wandb_registry=arguments.wandb_registry, seconds=arguments.seconds):
-        _write(line)
+        write_line(line)
 
 
 def _data_show(arguments: argparse.Namespace) -> None:
@@ -301,18 +272,18 @@ def _data_show(arguments: argparse.Namespace) -> None:
 
     manifest = read_manifest(arguments.directory)
     for line in manifest_lines(manifest):
-        _write(line)
+        write_line(line)
     tokenizer = None
     try:
         tokenizer = load_tokenizer(arguments.target or manifest.inputs.target.model_id)
     except SpecdistError as error:
         if arguments.target:
             raise
-        _write(f"\ntoken ids are shown, name the target with --target to see text ({error})")
-    _write("")
+        write_line(f"\ntoken ids are shown, name the target with --target to see text ({error})")
+    write_line("")
     for row in sample_rows(arguments.directory, arguments.rows):
         for line in row_lines(row, tokenizer, colour=sys.stdout.isatty()):
-            _write(line)
+            write_line(line)
 
 
 def _data_validate(arguments: argparse.Namespace) -> None:
@@ -321,73 +292,4 @@ def _data_validate(arguments: argparse.Namespace) -> None:
     manifest, faults = validate_dataset(arguments.directory)
     if lines := faults.lines():
         raise ArtifactError(f"{arguments.directory}: not valid\n" + "\n".join(f"  {line}" for line in lines))
-    _write(f"{arguments.directory}: valid, {manifest.num_rows} rows in {len(manifest.shards)} shards")
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-
-
-def _open(arguments: argparse.Namespace) -> Registry:
-    registry = Registry(arguments.root, arguments.model)
-    if arguments.model not in (names := model_names(arguments.root)):
-        raise ArtifactError(f"{arguments.root}: no model {arguments.model!r}; there are {names}")
-    return registry
-
-
-def _list(arguments: argparse.Namespace) -> None:
-    rows, errors = [_COLUMNS], []
-    for name in model_names(arguments.root):
-        registry = Registry(arguments.root, name)
-        champion, challenger = None, registry.challenger()
-        try:
-            champion = registry.champion()
-        except ArtifactError as error:
-            errors.append(str(error))
-        for version in registry.versions():
-            mark = "" if version.path.is_dir() else "(missing)"
-            mark = "* champion" if version == champion else "challenger" if version == challenger else mark
-            length, created = (version.tags.get(key, "") for key in (TAG_MEAN_ACCEPTED_LENGTH, TAG_CREATED))
-            rows.append((name, version.number, mark, length, created))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        _write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if errors:
-        raise ArtifactError("\n".join(errors))
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    registry = _open(arguments)
-    version = registry.get(arguments.version) if arguments.version else registry.champion()
-    if version is None:
-        raise ArtifactError(f"{arguments.model}: no champion yet; name a version")
-    moves = [f"{entry['action']} {entry['time']}" for entry in registry.history() if entry["version"] == version.number]
-    fields = {"model": arguments.model, "version": version.number, "path": str(version.path), **version.tags}
-    if moves:
-        fields["became champion"] = ", ".join(moves)
-    width = max(map(len, fields))
-    for key, value in fields.items():
-        _write(f"{key.ljust(width)}  {value}")
-    registry.verify(version)
-    _write(f"{'files'.ljust(width)}  as published")
-
-
-def _path(arguments: argparse.Namespace) -> None:
-    _write(str(Registry(arguments.root, arguments.model).champion_path()))
-
-
-def _rollback(arguments: argparse.Namespace) -> None:
-    version = _open(arguments).rollback(arguments.to)
-    _write(f"champion of {arguments.model} is now version {version.number}; a running server must be restarted")
-
-
-def _prune(arguments: argparse.Namespace) -> None:
-    deleted = _open(arguments).prune(arguments.keep)
-    _write(f"{arguments.model}: deleted {', '.join(deleted) or 'nothing'}")
-
-
-def _reconcile(arguments: argparse.Namespace) -> None:
-    registry = _open(arguments)
-    registry.reconcile()
-    champion = registry.champion()
-    _write(f"{arguments.model}: in order, champion {champion.number if champion else 'none'}")
+    write_line(f"{arguments.directory}: valid, {manifest.num_rows} rows in {len(manifest.shards)} shards")

@@ -31,6 +31,7 @@ VOLATILE_KEYS = frozenset(
         "dataloader_num_workers",
         "run_name",
         "license",
+        "mlflow_tracking_uri",
         "only_data",
         "server_urls",
         "server_model",
@@ -309,6 +310,10 @@ class ReleaseArguments:
 
     model_name: str = field(default="drafter", metadata={"help": "Name in the registry."})
     registry: str = field(default="runs/registry", metadata={"help": "Directory of the registry."})
+    mlflow_tracking_uri: str | None = field(
+        default=None,
+        metadata={"help": "An MLflow server (or database) that is told of every version (default: the environment's)."},
+    )
     gate_policy: str = field(default="recipes/configs/gate.yaml", metadata={"help": "The gate's policy."})
     license: str | None = field(
         default=None, metadata={"help": "For the model card: an identifier of Hugging Face's, for example apache-2.0."}

@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Any
 
 from specdist.metrics import perplexity_ratio
-from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, PromptCounts, TargetQuality
+from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, PromptCounts
 from specdist.schema_heads import HeadsReport
+from specdist.schema_quality import TargetQuality
 
 
 def non_finite_numbers(report: EvalReport) -> list[str]:

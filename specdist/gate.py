@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 from specdist.consistency import count_faults, non_finite_numbers
@@ -17,6 +18,7 @@ from specdist.gate_policy import GatePolicy, load_policy
 from specdist.gate_statistics import bounds, champion_checks, other_checks, statistical_checks
 from specdist.metrics import bootstrap_perplexity_ratios
 from specdist.schema import Certification, EvalReport, GateCheck, GateDecision
+from specdist.schema_reload import Reload
 
 __all__ = ["EXIT_CODES", "GatePolicy", "decide", "exit_code", "format_decision", "load_policy"]
 
@@ -116,6 +118,7 @@ def _hard_checks(report: EvalReport, policy: GatePolicy) -> list[GateCheck]:
     except ArtifactError as error:
         return [make_check("report_readable", False, f"{error}; evaluate again")]
     checks = [
+        _reload_check(report),
         make_check("report_valid", not invalid, "; ".join(invalid) or "evaluation raised no objection"),
         make_check("finite_numbers", not bad, f"not finite: {some(bad)}; evaluate again" if bad else "all finite"),
     ]
@@ -132,6 +135,35 @@ def _hard_checks(report: EvalReport, policy: GatePolicy) -> list[GateCheck]:
     names.update(dict.fromkeys(c.setting for c in report.certifications))
     checks += [_certification_check(report, name) for name in names]
     return [*checks, _fidelity_check(report), *([] if report.lossless else [_quality_check(report, policy)])]
+
+
+def _reload_check(report: EvalReport) -> GateCheck:
+    """What serves are files: a fresh process must have read of them what the process that measured had in memory."""
+    reason = _reload_fault(report.reload)
+    if reason or report.reload is None:
+        return make_check("fresh_process", False, reason)
+    measured = report.reload.measured
+    tokens = sum(map(len, measured.drafts))
+    said = f"a fresh process reads the same {measured.num_tensors} tensors and drafts the same {tokens} tokens"
+    return make_check("fresh_process", True, said)
+
+
+def _reload_fault(reload: Reload | None) -> str:
+    if reload is None:
+        return "missing: a fresh process has to read the export; evaluate again"
+    measured, fresh = reload.measured, reload.fresh
+    if fresh is None:
+        return f"a fresh process cannot read the export: {reload.fault or 'it said nothing'}"
+    if (measured.num_tensors, measured.tensors_sha256) != (fresh.num_tensors, fresh.tensors_sha256):
+        return (
+            f"a fresh process has other tensors ({fresh.num_tensors}) than were measured ({measured.num_tensors}): the "
+            "files lack some, or hold them under names that are not read; export again"
+        )
+    if measured.drafts != fresh.drafts:
+        pairs = zip_longest(measured.drafts, fresh.drafts)
+        block, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        return f"in block {block} a fresh process drafts {theirs}, and {ours} was measured; evaluate again"
+    return "" if any(measured.drafts) else "nothing was drafted to compare; evaluate on prompts with longer answers"
 
 
 def _accepted_check(report: EvalReport) -> GateCheck:

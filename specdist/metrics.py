@@ -11,7 +11,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from specdist.schema import AcceptanceResult, AcceptanceSummary, AnswerLikelihood, PromptCounts
+from specdist.schema import AcceptanceResult, AcceptanceSummary, PromptCounts
+from specdist.schema_quality import AnswerLikelihood
 
 BOOTSTRAP_DRAWS = 10_000
 _BLOCK = 1_000  # draws per matrix product: bounds memory at block × prompts of floats

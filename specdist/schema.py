@@ -10,6 +10,8 @@ from specdist.errors import ConfigError
 from specdist.record import Record
 from specdist.schema_costs import StepCosts
 from specdist.schema_heads import HeadsReport
+from specdist.schema_quality import TargetQuality
+from specdist.schema_reload import Reload
 
 VERDICTS = ("promote", "hold", "reject")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -265,36 +267,6 @@ class Fidelity(Record):
 
 
 @dataclass(frozen=True)
-class AnswerLikelihood(Record):
-    """Log-likelihood of the original target's answers to one prompt, of both targets; sums over `num_tokens` tokens."""
-
-    prompt_id: str
-    domain: str
-    num_tokens: int
-    original_logprob: float
-    changed_logprob: float
-
-
-@dataclass(frozen=True)
-class TargetQuality(Record):
-    """A target that was changed in training (Medusa-2) against the original, on what the original answers.
-
-    Sampled answers at `temperature`: the perplexity of the changed target over the original's, whose logarithm
-    estimates KL(original ‖ changed) per token, with its 95 % bootstrap interval over prompts. Greedy answers: how many
-    of `num_greedy` the changed target gives token by token.
-    """
-
-    weights_sha256: str
-    dtype: str
-    temperature: float
-    answers: list[AnswerLikelihood]
-    perplexity_ratio: float
-    perplexity_ratio_interval: list[float]
-    num_greedy: int
-    num_identical: int
-
-
-@dataclass(frozen=True)
 class SpeedPoint(Record):
     """Measured wall clock at one draft length (a tree's depth); output tokens per second, 95 % interval of repeats."""
 
@@ -354,6 +326,7 @@ class EvalReport(Record):
     num_target_parameters: int | None = None
     quality: TargetQuality | None = None
     costs: StepCosts | None = None
+    reload: Reload | None = None
     batch_speeds: list[Speed] = field(default_factory=list)
 
     @property

@@ -17,6 +17,7 @@ from specdist.schema import (
     SpeedPoint,
     TargetIdentity,
 )
+from specdist.schema_reload import ExportReading, Reload
 
 # chance that the first drafted token of a step is accepted
 DOMAINS = {
@@ -138,8 +139,15 @@ def make_report(
         fidelity=Fidelity("float32", 24, 24, []),
         speed=make_speed({g: by_key["greedy", g].summary.mean_accepted_length for g in gammas}),
         dtype="float32",
+        reload=make_reload(),
     )
     return replace(report, **changes)  # type: ignore[arg-type]
+
+
+def make_reload(drafts: list[list[int]] | None = None, **changes: object) -> Reload:
+    """A fresh process that read the same, but for `drafts` and what is changed of its reading."""
+    measured = ExportReading(30, "f" * 64, [[1, 2, 3], [4, 5, 6]])
+    return Reload(measured, replace(measured, drafts=drafts or measured.drafts, **changes))  # type: ignore[arg-type]
 
 
 def divergence(*, near_tie: bool, gap: float = 0.01) -> Divergence:

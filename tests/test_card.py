@@ -23,8 +23,8 @@ from specdist.schema import (
     EvalReport,
     GateDecision,
     SamplingSpec,
-    TargetQuality,
 )
+from specdist.schema_quality import TargetQuality
 from specdist.target import Target, open_target
 
 make_report = partial(make_full_report, gammas=(1, 3), per_domain=4)

@@ -13,15 +13,14 @@ from report_factory import make_result as make_full_result
 from specdist.gate import GatePolicy, decide, exit_code, format_decision
 from specdist.metrics import acceptance_result, perplexity_ratio
 from specdist.schema import (
-    AnswerLikelihood,
     Certification,
     EvalReport,
     Fidelity,
     GateCheck,
     GateDecision,
     PromptCounts,
-    TargetQuality,
 )
+from specdist.schema_quality import AnswerLikelihood, TargetQuality
 
 # 120 prompts: enough for the default policy, and half the work of the factory's 204
 make_report = partial(make_full_report, gammas=(3,), per_domain=10)

@@ -20,6 +20,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "schema",
             "schema_heads",
             "schema_costs",
+            "schema_quality",
+            "schema_reload",
             "metrics",
             "config",
             "provenance",
@@ -33,6 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "safetensors_file",
             "export_record",
             "outbox",
+            "child_process",
         ),
         (),
     ),
@@ -51,11 +54,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 BELOW_TOP = tuple(LAYERS)
 # what recipes are made of may import everything below, and the command that as well
 LAYERS["L7 stages"] = (("stages",), BELOW_TOP)
-LAYERS["L7 cli"] = (("cli",), (*BELOW_TOP, "L7 stages"))
+LAYERS["L7 cli"] = (("cli", "cli_registry"), (*BELOW_TOP, "L7 stages"))
 
 # Package → the only modules that may import it; an empty tuple means none
 ONLY_IN = {
-    "mlflow": ("registry.mlflow",),
+    "mlflow": ("registry.mlflow", "registry.mirror"),
     "vllm": ("generation.vllm",),
     "wandb": ("tracking", "stages.send"),
     "recipes": (),

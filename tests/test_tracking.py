@@ -103,7 +103,7 @@ def test_k4_a_broken_server_costs_seconds_and_no_metric(
         assert bool(offline_reason()) == (server != "hangs later")
         begin = time.monotonic()
         start_wandb(["wandb"], None)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60, "W&B's own limits are 90 s, and none"
         assert os.environ["WANDB_MODE"] == "offline"
         assert wandb.run is not None
         wandb.log({"train/loss": 1.0})

@@ -1,18 +1,18 @@
-"""Owns what tests of W&B share: a clean environment, servers that refuse or hang, and what offline run files hold."""
+"""Owns what tests of W&B share: a clean environment, broken servers, and what offline run files hold."""
 
 import json
-import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
+
+from scripts.benchmark_tracking import hanging_server, refusing_url
+
+__all__ = ["NAMES", "OfflineRun", "clean", "hanging_server", "read_runs", "refusing_url"]
 
 NAMES = tuple(
     f"WANDB_{name}"
@@ -29,42 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-
-
-def refusing_url() -> str:
-    """Of a port that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-@contextmanager
-def hanging_server(*, alive: bool) -> Iterator[str]:
-    """A server that takes every request and never answers; `alive`: but for the question whether it lives."""
-    end = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not alive:
-                end.wait()
-            self.send_response(200)
-            self.end_headers()
-
-        def do_POST(self) -> None:
-            end.wait()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.block_on_close = True, False
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        end.set()
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")  # asks git several times at each start
 
 
 @dataclass

@@ -20,7 +20,8 @@ from specdist.errors import ConfigError
 from specdist.evaluation.acceptance import EvalSet, EvalText, target_pass
 from specdist.losses import Projection
 from specdist.progress import track
-from specdist.schema import AnswerLikelihood, DistillRow, SamplingSpec, TargetQuality
+from specdist.schema import DistillRow, SamplingSpec
+from specdist.schema_quality import AnswerLikelihood, TargetQuality
 from specdist.target import output_projection
 from specdist.verify import served_logprobs
 

@@ -11,8 +11,8 @@ from specdist.schema import (
     GateDecision,
     Speed,
     SpeedPoint,
-    TargetQuality,
 )
+from specdist.schema_quality import TargetQuality
 
 MAX_PREDICTION_ERROR = 0.15  # share by which measured speed may differ from predicted without a word
 

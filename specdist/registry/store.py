@@ -5,6 +5,7 @@
     <root>/<model>/aliases/champion         link to ../versions/<N>: what an engine is told to serve
     <root>/<model>/aliases/challenger       the same, of the version that was put forward and is not proven
     <root>/<model>/history.jsonl            every move of the champion
+    <root>/.hub/                            the aliases once more, as a Hugging Face cache (hub.py)
 
 The champion is the version that the alias in MLflow names: setting it is the commit point of every move. Link and
 history follow it and are repaired from it. Nothing holds an absolute path, so a registry may be moved. All writers of a
@@ -27,6 +28,7 @@ from specdist.config import MISREAD_IN_PATHS
 from specdist.errors import ArtifactError, ConfigError, StaleBaseline
 from specdist.provenance import read_json, sha256_file, sync_directory
 from specdist.registry.history import History, now
+from specdist.registry.hub import HubCache
 from specdist.registry.links import AliasLinks
 from specdist.registry.mlflow import CHALLENGER, CHAMPION, ModelRecord, check_location, create_database, open_record
 from specdist.registry.version import (
@@ -90,7 +92,7 @@ class Registry:
         self.model_name = model_name
         self.directory = self.root / model_name
         self._versions_directory = self.directory / "versions"
-        self._links = AliasLinks(self.directory / "aliases")
+        self._links = AliasLinks(self.directory / "aliases", HubCache(self.root, model_name))
         self._link = self._links.path(CHAMPION)
         self._history = History(self.directory / "history.jsonl")
         self._database = self.root / _DATABASE
@@ -220,6 +222,7 @@ class Registry:
             doomed = [number for number in doomed if number not in kept]
             for number in doomed:
                 self._delete(record, number, recorded=any(version.number == number for version in recorded))
+            self._links.hub.tidy()
             return doomed
 
     def reconcile(self) -> None:
@@ -264,6 +267,7 @@ class Registry:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+        self._links.hub.tidy()
 
     def _numbered_directories(self) -> list[str]:
         return sorted((p.name for p in self._versions_directory.glob("*") if p.name.isdecimal()), key=int)
@@ -275,7 +279,7 @@ class Registry:
         challenger = self._challenger(record)
         if challenger is None:
             self._links.remove(CHALLENGER)
-        elif self._links.number(CHALLENGER) != challenger.number:
+        elif not self._links.names(CHALLENGER, challenger.number):
             self._links.point(CHALLENGER, challenger.number)
         try:
             champion = self._champion(record)
@@ -287,7 +291,7 @@ class Registry:
         history = self.history()
         if not history or history[-1]["version"] != champion.number:
             self._history.append(champion.number, "repair")
-        if self._links.number(CHAMPION) != champion.number:
+        if not self._links.names(CHAMPION, champion.number):
             self._links.point(CHAMPION, champion.number)
 
     def _versions(self, record: ModelRecord | None) -> list[Version]:

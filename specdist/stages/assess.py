@@ -1,10 +1,12 @@
 """Owns measuring a drafter: each checkpoint at the gate's setting, the export at every setting, certified and timed."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from specdist import provenance, tracking
@@ -21,7 +23,9 @@ from specdist.export.record import read_record
 from specdist.in_place import fits_in_place
 from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, EvalReport
 from specdist.schema_heads import HeadsReport
+from specdist.schema_reload import Reload
 from specdist.stages.changed_target import ChangedTarget
+from specdist.stages.reload import ReloadRequest, read_export, reload_export, reload_prompts
 from specdist.stages.run import Run
 from specdist.training.checkpoints import COMPLETE_FILE, best_step, checkpoint_path, checkpoint_step
 
@@ -166,13 +170,35 @@ def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet
         for c in certifications
         if not c.passed
     ]
+    measured = read_export(model, drafter, reload_prompts(subsets[0]), eos, gamma)
     return replace(
         report,
         certifications=certifications,
         fidelity=fidelity,
         invalid_reasons=invalid,
         num_target_parameters=model.num_parameters(),
+        reload=Reload(measured),
     )
+
+
+def _reloaded(run: Run, eval_set: EvalSet, report: EvalReport) -> EvalReport:
+    """The report with what a fresh process reads of the export, beside what this one did."""
+    assert report.reload is not None
+    gc.collect()  # the fresh process loads the target too, on the same device
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    evaluation, target = run.config.evaluation, run.config.target
+    request = ReloadRequest(
+        export=str(run.export.absolute()),
+        target=str(run.target.path.absolute()),
+        dtype=target.eval_dtype,
+        device=str(run.device),
+        device_map=target.target_device_map,
+        num_threads=torch.get_num_threads(),
+        num_speculative_tokens=evaluation.num_speculative_tokens,
+        prompts=reload_prompts(eval_set.truncated(evaluation.certify_prompts, evaluation.certify_max_new_tokens)),
+    )
+    return replace(report, reload=reload_export(report.reload.measured, request))
 
 
 def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> EvalReport:
@@ -233,7 +259,7 @@ def assess_export(
     record = read_record(run.export)
     if (run.directory / "report.json").exists():
         report = read_report(run.directory)
-        if report.drafter_sha256 == record.drafter_sha256:
+        if report.drafter_sha256 == record.drafter_sha256 and report.reload and report.reload.fresh:
             return report
     quality = None
     if loader.changed_target:
@@ -268,6 +294,7 @@ def assess_export(
         )
         report = _certified(run, loader, scorer, eval_sets, report)
         report = _timed(run, loader, eval_sets[0], report)
+        report = _reloaded(run, eval_sets[0], report)
         write_report(report, run.directory)
     run.state.wait_for_everyone()
     return read_report(run.directory)

@@ -16,7 +16,7 @@ from specdist.evaluation.acceptance import EvalSet
 from specdist.evaluation.quality import target_quality
 from specdist.export.convert import find_export
 from specdist.export.record import read_record
-from specdist.schema import TargetQuality
+from specdist.schema_quality import TargetQuality
 from specdist.stages.data import evaluation_data
 from specdist.stages.run import Run
 from specdist.target import Target

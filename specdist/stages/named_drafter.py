@@ -67,9 +67,16 @@ def find_drafter(name: str, root: Path) -> Path:
 
 
 def open_drafter(
-    choice: DrafterChoice, target: Target, dtype: torch.dtype, device: torch.device | str
+    choice: DrafterChoice,
+    target: Target,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    device_map: str | None = None,
 ) -> OpenedDrafter:
     """Load the target, and the drafter of `choice` for it; of Medusa-2 the target as that changes it.
+
+    `device_map` spreads the target over devices as accelerate does.
 
     Raises ArtifactError where there is no such drafter, ConfigError where it belongs to another target or cannot draft
     as asked; both before the target's weights are loaded.
@@ -79,16 +86,16 @@ def open_drafter(
         record = read_record(export)
         check_made_for(record, target)
         if record.drafter_kind in HEAD_KINDS:
-            return _open_heads(export, record, choice, target, dtype, device)
-        return _open_draft_model(export, record, choice, target, dtype, device)
+            return _open_heads(export, record, choice, target, dtype, device, device_map)
+        return _open_draft_model(export, record, choice, target, dtype, device, device_map)
     if choice.tree:
         raise ConfigError("a draft tree is one of draft heads: name the drafter that it lies with")
     if choice.ngram:
         length = choice.length(_NGRAM_LENGTH)
-        return OpenedDrafter(target.load_model(dtype, device), NgramDrafter(), length, "n-gram lookup")
+        return OpenedDrafter(target.load_model(dtype, device, device_map), NgramDrafter(), length, "n-gram lookup")
     if choice.num_speculative_tokens is not None:
         raise ConfigError(f"num_speculative_tokens {choice.num_speculative_tokens}, but nothing drafts: name a drafter")
-    return OpenedDrafter(target.load_model(dtype, device), None, 0, ALONE)
+    return OpenedDrafter(target.load_model(dtype, device, device_map), None, 0, ALONE)
 
 
 def _open_draft_model(
@@ -98,12 +105,13 @@ def _open_draft_model(
     target: Target,
     dtype: torch.dtype,
     device: torch.device | str,
+    device_map: str | None,
 ) -> OpenedDrafter:
     if choice.tree:
         raise ConfigError(f"{export}: a draft model has no draft tree, that is for heads; leave it out")
     length = choice.length(record.speculative_config["num_speculative_tokens"])
     drafter = DraftModelDrafter(*load_for_drafting(export, target, dtype, device))
-    return OpenedDrafter(target.load_model(dtype, device), drafter, length, _WORDS[record.drafter_kind])
+    return OpenedDrafter(target.load_model(dtype, device, device_map), drafter, length, _WORDS[record.drafter_kind])
 
 
 def _open_heads(
@@ -113,6 +121,7 @@ def _open_heads(
     target: Target,
     dtype: torch.dtype,
     device: torch.device | str,
+    device_map: str | None,
 ) -> OpenedDrafter:
     heads = load_heads(heads_file(export), target.identity.vocab_size)
     tree = draft_tree(export, heads.num_heads) if choice.tree else None
@@ -125,5 +134,5 @@ def _open_heads(
     words = _WORDS[record.drafter_kind] + (f", tree of {tree.num_nodes}" if tree else "")
     if not record.lossless:
         target, words = adapted_target(target, export / ADAPTER_DIRECTORY), f"{words}, which change the target"
-    model = target.load_model(dtype, device)
+    model = target.load_model(dtype, device, device_map)
     return OpenedDrafter(model, HeadsDrafter(HeadsOnTarget(heads, TargetEnds.of(model)), tree), length, words)

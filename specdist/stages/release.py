@@ -12,6 +12,7 @@ from specdist.export.medusa import CHANGED_TARGET
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
 from specdist.registry.attempts import count_attempt
+from specdist.registry.mirror import mirror_uri, tell
 from specdist.registry.version import Version
 from specdist.schema import DatasetManifest, EvalReport, GateDecision, TargetIdentity
 from specdist.stages.evidence import GATE_FILE, evidence, write_evidence
@@ -19,6 +20,8 @@ from specdist.stages.run import Run
 from specdist.stages.sync import note_release
 
 logger = logging.getLogger(__name__)
+
+_MIRROR_SECONDS = 60.0
 
 
 def _tags(run: Run, report: EvalReport, decision: GateDecision) -> dict[str, str]:
@@ -119,6 +122,15 @@ def _judge_and_publish(run: Run, report: EvalReport, data: DatasetManifest | Non
             logger.warning("%s; judging against that one", error)
 
 
+def _tell_mlflow(run: Run) -> None:
+    """Tell the MLflow that the run or the environment names, if any, what the registry holds. Waits a minute."""
+    if (uri := mirror_uri(run.config.release.mlflow_tracking_uri)) is None:
+        return
+    if fault := tell(run.registry, uri, seconds=_MIRROR_SECONDS):
+        again = f"specdist registry reconcile {run.registry.model_name} --root {run.registry.root}"
+        logger.warning("MLflow at %s was not told: %s; `%s --mlflow-tracking-uri %s` does it", uri, fault, again, uri)
+
+
 def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -> int:
     """Judge the report, publish the export if it passes, and give the exit status: 0 only for a promoted drafter.
 
@@ -133,6 +145,7 @@ def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -
         decision, number = _judge_and_publish(run, report, data)
     else:
         logger.info("gate\n%s", format_decision(decision))
+    _tell_mlflow(run)
     note_release(run, report, decision)
     if decision.verdict == "promote":
         champion = run.registry.champion()

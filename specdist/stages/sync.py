@@ -6,14 +6,12 @@ Sending is apart from runs: a run only writes a small file, and what cannot be s
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from specdist import provenance
+from specdist.child_process import run_child
 from specdist.errors import SpecdistError
 from specdist.evaluation.report import REPORT_FILE
 from specdist.evaluation.summary import best_speed, gain_over_untrained
@@ -139,30 +137,12 @@ def _send(root: Path, entry: OutboxEntry, wandb_registry: str, seconds: float) -
         return f"{missing[0]} is gone; restore it, or remove the entry {entry.digest}.json"
     found = sorted((root / entry.offline_runs).glob("offline-run-*"))
     runs = [str(path) for path in found if not list(path.glob("*.synced"))]
-    if runs and (fault := _run([sys.executable, "-m", "wandb", "sync", *runs], "", seconds)):
+    if runs and (fault := _run(["-m", "wandb", "sync", *runs], "", seconds)):
         return f"the run that trained it: {fault}"
-    command = [sys.executable, "-m", "specdist.stages.send", str(root), wandb_registry]
-    return _run(command, json.dumps(entry.to_json()), seconds)
+    return _run(["-m", "specdist.stages.send", str(root), wandb_registry], json.dumps(entry.to_json()), seconds)
 
 
-def _run(command: list[str], text: str, seconds: float) -> str:
+def _run(arguments: list[str], text: str, seconds: float) -> str:
     """Run a sender for at most `seconds`; returns the last it said where it failed, else "" ."""
     theirs = {f"WANDB_{name}" for name in _OF_A_RUN}
-    environment = {key: value for key, value in os.environ.items() if key not in theirs}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # with the service that wandb starts, which outlives a process that is killed alone
-    )
-    try:
-        output, _ = process.communicate(text, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return f"not done after {seconds:g} s"
-    lines = [line for line in output.splitlines() if line.strip()]
-    return "" if process.returncode == 0 else (lines or ["failed without a word"])[-1]
+    return run_child(arguments, text, seconds=seconds, without=theirs).fault
