@@ -171,7 +171,7 @@ class PromptCounts(Record):
     num_drafts: float
     num_draft_tokens: float
     accepted_at_position: list[float]
-    num_prompt_tokens: int | None = None
+    num_prompt_tokens: int | None = field(default=None, compare=False)  # no counter
 
     @property
     def num_accepted_tokens(self) -> float:
