@@ -79,7 +79,7 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     whole = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
