@@ -50,8 +50,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,  # of size 32, the smallest that vLLM runs on a CPU
+        num_key_value_heads=1,
         max_position_embeddings=2048,
         initializer_range=0.1,
         tie_word_embeddings=False,

@@ -115,6 +115,8 @@ def _open_run(name: str | None) -> None:
         init_timeout=float(said.get("WANDB_INIT_TIMEOUT", _INIT_SECONDS)),
         finish_timeout=float(said.get("WANDB_FINISH_TIMEOUT", _FINISH_SECONDS)),
     )
+    if url := said.get("WANDB_BASE_URL"):
+        limits.base_url = url
     wandb.init(
         project=said.get("WANDB_PROJECT"),
         group=said.get("WANDB_RUN_GROUP"),
