@@ -99,7 +99,7 @@ def serve(stage: str, rows: Sequence[Row], plain: Sequence[Row], answers: Sequen
         stage=stage,
         num_identical=len(rows) - len(parted),
         different=[d.prompt_id for d in real],
-        counters=[[answer["num_drafts"], answer["num_accepted_tokens"]] for answer in answers],
+        counters=[[answer["num_drafts"], sum(answer["accepted_at_position"])] for answer in answers],
         tokens_per_second=tokens_per_second(answers),
     )
 

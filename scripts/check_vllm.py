@@ -134,7 +134,8 @@ def engine_request(
     """What an engine is told, as plain values."""
     gamma = drafter.acceptance.num_speculative_tokens if drafter else 0
     max_new_tokens = rows[0]["sampling"]["max_new_tokens"]
-    needed = max(len(row["prompt_ids"]) for row in rows) + max_new_tokens + gamma + 1
+    # Of the longest text the last block too: vLLM drafts nothing where its longest block would not fit any more
+    needed = max(len(row["prompt_ids"]) for row in rows) + max_new_tokens + 2 * (gamma + 1)
     context_length = provenance.read_json(target / "config.json").get("max_position_embeddings", needed)
     return {
         "target": str(target.absolute()),

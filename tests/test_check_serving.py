@@ -23,7 +23,7 @@ FIRST, OTHER = [[3, 4], [2, 5]], [[5, 1], [6, 0]]
 def answers(counters: list[list[int]], tokens: list[int], gap: float = 1.0) -> list[dict]:
     best = [{"11": -0.5, "12": -0.5, "99": -0.5 - gap} for _ in tokens]
     return [
-        {"token_ids": tokens, "best": best, "seconds": 0.5, "num_drafts": d, "num_accepted_tokens": a}
+        {"token_ids": tokens, "best": best, "seconds": 0.5, "num_drafts": d, "accepted_at_position": [a]}
         for d, a in counters
     ]
 

@@ -110,7 +110,7 @@ def test_the_path_given_to_the_engine_is_the_champion_link_itself(tmp_path: Path
     provenance.write_json(tmp_path / "config.json", {"max_position_embeddings": 4096})
     request = check_vllm.engine_request(tmp_path, drafter, [asdict(make_row("p0"))], [0, 2], "float32")
     assert request["speculative_config"] == {"method": "draft_model", "model": str(link), "num_speculative_tokens": 4}
-    assert request["max_model_len"] == 3 + 8 + 4 + 1
+    assert request["max_model_len"] == 3 + 8 + 2 * (4 + 1)
     assert request["stop_token_ids"] == [0, 2]
 
 
