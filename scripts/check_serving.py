@@ -19,18 +19,15 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from scripts.check_vllm import (
-    NEAR_TIE_LOGIT_GAP,
-    Drafter,
-    Row,
     champions,
     check_target,
     engine_request,
     find_dataset,
-    first_difference,
     open_drafter,
     read_rows,
     run_engine,
 )
+from scripts.vllm_comparison import NEAR_TIE_LOGIT_GAP, Drafter, Row, first_difference
 from specdist import provenance
 from specdist.demo import demo_target
 from specdist.errors import SpecdistError
