@@ -160,7 +160,7 @@ class DecodeWays:
             more: dict[str, Any] = {}
             if assistant is not None and timer is not None:
                 assistant.generation_config = GenerationConfig(**settings)
-                assistant.generate, timer.seconds = timer, 0.0  # type: ignore[assignment] # as a method, but timed
+                assistant.generate, timer.seconds = timer, 0.0  # as a method, but timed
                 more = {"assistant_model": assistant}
             ids = torch.tensor([prompt_ids], device=model.device)
             texts = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **more)
