@@ -5,8 +5,11 @@ Shapes: T tokens, D hidden size, V vocabulary. Knows no drafter.
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,9 +153,15 @@ def open_target(model: str) -> Target:
     return Target(path, identity, tokenizer, config)
 
 
+@lru_cache
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of what a model's `forward` takes: kept, since they are asked for in every pass."""
+    return frozenset(inspect.signature(forward).parameters)
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What `forward` calls the KV cache: transformers before 5.20, as vLLM pins it, says past_key_values."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if "cache" in _arguments(type(model).forward) else "past_key_values"
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -171,7 +180,7 @@ def check_tree_decoding(model: PreTrainedModel, cache: DynamicCache) -> None:
         fault = f"cache layers {sorted(layers)}, expected full attention in every layer"
     elif attention not in ("sdpa", "eager"):
         fault = f"attention {attention}, which takes no mask of one's own; load it with sdpa or eager"
-    elif "position_ids" not in inspect.signature(model.forward).parameters:
+    elif "position_ids" not in _arguments(type(model).forward):
         fault = "no position_ids in its forward, so two tokens cannot stand at one position"
     else:
         return
@@ -184,6 +193,25 @@ def _tree_inputs(model: PreTrainedModel, visible: Tensor, past: int) -> dict[str
     mask = torch.zeros(1, 1, len(visible), past + len(visible), dtype=model.dtype)
     mask[..., past:].masked_fill_(~visible, torch.finfo(model.dtype).min)
     return {"attention_mask": mask.to(model.device), "position_ids": (past + depth)[None].to(model.device)}
+
+
+def chain_inputs(model: PreTrainedModel, cache: DynamicCache, num_tokens: int) -> dict[str, Tensor]:
+    """Mask and positions of so many tokens after what the cache holds, where giving them saves time; else nothing.
+
+    In half precision on a CPU attention without a mask is several times slower, and transformers makes none for a
+    single token.
+    """
+    past = cache.get_seq_length()
+    pays = (
+        past
+        and model.device.type == "cpu"
+        and model.dtype in (torch.bfloat16, torch.float16)
+        and model.config._attn_implementation == "sdpa"
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+        and model.is_backend_compatible()  # passes on a mask that is made here
+        and "position_ids" in _arguments(type(model).forward)
+    )
+    return _tree_inputs(model, torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril(), past) if pays else {}
 
 
 def forward_block(
@@ -201,10 +229,14 @@ def forward_block(
     `logits_to_keep` n > 0 gives the last n logits only.
     """
     fresh = torch.tensor([token_ids], device=model.device)
-    past = 0 if cache is None else cache.get_seq_length()
+    inputs: dict[str, Tensor] = {}
+    if visible is not None:
+        inputs = _tree_inputs(model, visible, 0 if cache is None else cache.get_seq_length())
+    elif cache is not None:
+        inputs = chain_inputs(model, cache, len(token_ids))
     output = model(
         input_ids=fresh,
-        **({} if visible is None else _tree_inputs(model, visible, past)),
+        **inputs,
         **{cache_argument(model): cache},
         use_cache=cache is not None,
         output_hidden_states=True,

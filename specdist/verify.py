@@ -272,6 +272,11 @@ def typical_accept(
     return last, draw(probs[rows[:, 0], last + 1], uniforms[:, -1])
 
 
+def _best(logits: Tensor) -> Tensor:
+    """The argmax [..., V] → [...]. On a CPU that of bf16 takes five times as long as a copy in fp32 and that of it."""
+    return logits.float().argmax(dim=-1)
+
+
 def verify(
     logits: Tensor,
     draft_ids: Tensor,
@@ -292,12 +297,12 @@ def verify(
         return typical_accept(draft_ids, nodes, logits, sampling, uniforms, typical)
     if parents is not None:
         if sampling.is_greedy:
-            return tree_match(draft_ids, parents, logits.argmax(dim=-1))
+            return tree_match(draft_ids, parents, _best(logits))
         if draft_probs is None:
             return tree_sample(draft_ids, parents, logits, sampling, uniforms)
         return tree_rejection_sample(draft_ids, parents, draft_probs, logits, sampling, uniforms)
     if sampling.is_greedy:
-        accepted, following = greedy_match(draft_ids, logits.argmax(dim=-1))
+        accepted, following = greedy_match(draft_ids, _best(logits))
     else:
         probs = served_probs(logits, sampling)
         accepted, following = rejection_sample(draft_ids, draft_probs, probs, uniforms)

@@ -9,7 +9,7 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from transformers import GenerationConfig
 
 from specdist.errors import ArtifactError, ConfigError
-from specdist.target import forward_block, new_cache, open_target, stop_token_ids
+from specdist.target import chain_inputs, forward_block, new_cache, open_target, stop_token_ids
 
 
 def test_no_such_target_is_refused_with_what_to_do() -> None:
@@ -64,3 +64,20 @@ def test_t11_hidden_states_are_what_the_output_projection_reads() -> None:
     with torch.inference_mode():
         hidden, logits = forward_block(model, list(range(12)), new_cache(model))
         torch.testing.assert_close(model.get_output_embeddings()(hidden), logits)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_e5_mask_and_positions_of_ones_own_do_not_change_a_pass(num_tokens: int) -> None:
+    model, ids = make_tiny_llama(64).bfloat16(), [(7 * i + 3) % 64 for i in range(20)]
+    with torch.inference_mode():
+        passes = []
+        for own in (True, False):
+            cache = new_cache(model)
+            forward_block(model, ids, cache)
+            fresh = torch.tensor([ids[:num_tokens]])
+            given = chain_inputs(model, cache, num_tokens) if own else {}
+            assert bool(given) == own
+            passes.append(model(input_ids=fresh, cache=cache, use_cache=True, **given).logits.float())
+    torch.testing.assert_close(*passes, rtol=0.05, atol=0.05)
+    assert chain_inputs(model.float(), cache, 1) == {}, "in fp32 nothing is gained"
+    assert chain_inputs(model.bfloat16(), new_cache(model), 1) == {}, "a prompt has no past"

@@ -21,7 +21,7 @@ from specdist.drafters.vocabulary import (
     shared_vocabulary_size,
 )
 from specdist.errors import ArtifactError, ConfigError
-from specdist.target import Target, cache_argument, new_cache
+from specdist.target import Target, cache_argument, chain_inputs, new_cache
 from specdist.tree import DraftTree
 
 
@@ -143,9 +143,9 @@ class DraftModelDrafter:
     def _logits(self, token_ids: list[int]) -> Tensor:
         """Next-token logits [R] after feeding what the cache does not hold yet."""
         fresh = torch.tensor([token_ids[self.cache.get_seq_length() :]], device=self.model.device)
-        output = self.model(
-            input_ids=fresh, **{cache_argument(self.model): self.cache}, use_cache=True, logits_to_keep=1
-        )
+        inputs = chain_inputs(self.model, self.cache, fresh.shape[1])
+        cache = {cache_argument(self.model): self.cache, "use_cache": True}
+        output = self.model(input_ids=fresh, **inputs, **cache, logits_to_keep=1)
         return output.logits[0, -1, : len(self.vocabulary)].float()
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdist.drafters.heads import HeadsOnTarget
 from specdist.schema_heads import VerifyCost
-from specdist.target import cache_argument, new_cache
+from specdist.target import cache_argument, chain_inputs, new_cache
 from specdist.tree import DraftTree, candidates
 
 CONTEXT_TOKENS = 64
@@ -71,8 +71,11 @@ class CachedContext:
         self.hidden: Tensor = self._feed(self.context, 1).hidden_states[-1][:, -1]
 
     def _feed(self, token_ids: Tensor, logits_to_keep: int) -> Any:
+        inputs = chain_inputs(self.model, self.cache, token_ids.shape[1])
         cache = {cache_argument(self.model): self.cache, "use_cache": True}
-        return self.model(input_ids=token_ids, **cache, output_hidden_states=True, logits_to_keep=logits_to_keep)
+        return self.model(
+            input_ids=token_ids, **inputs, **cache, output_hidden_states=True, logits_to_keep=logits_to_keep
+        )
 
     @torch.inference_mode()
     def verify(self, num_tokens: int) -> None:
