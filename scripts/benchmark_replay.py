@@ -170,6 +170,8 @@ class Compared:
     def width_ratio(self) -> float:
         """Width of the interval by replay over that by decoding, on the same texts."""
         (_, (low, high)), (_, (least, most)) = self.equal_text, self.decoded
+        if most == least:  # few texts, all alike
+            return 1.0 if high == low else float("inf")
         return (high - low) / (most - least)
 
     @property

@@ -95,8 +95,8 @@ def _draft_costs(
             own.commit(CONTEXT_TOKENS, context.hidden[0])  # takes the last draft back out of the cache
             own.propose(state, length).token_ids.tolist()
 
-    for own in {id(own): own for own, _ in works if own is not None}.values():
-        own.reset()
+    for used in (drafter, *trees):
+        used.reset()
     seconds = interleaved(run, range(len(works)), rounds=_ROUNDS, limit=_SECONDS)
     costs = []
     for number, (own, length) in enumerate(works):
@@ -141,18 +141,19 @@ def _cache_per_token(cache: Any) -> int:
 def _memory(model: PreTrainedModel, drafter: Drafter, prompt_ids: list[int]) -> Memory:
     counted: set[int] = set()
     target_weights = _weights(model, counted)
-    module = drafter.model if isinstance(drafter, DraftModelDrafter) else None
+    module: nn.Module | None = drafter.model if isinstance(drafter, DraftModelDrafter) else None
     if isinstance(drafter, HeadsDrafter):
         module = drafter.heads.heads
-    peaks = [_peak(model.device, lambda own=own: _two_tokens(model, prompt_ids, own)) for own in (None, drafter)]
+    peak = _peak(model.device, lambda: _two_tokens(model, prompt_ids, None))
+    drafting_peak = _peak(model.device, lambda: _two_tokens(model, prompt_ids, drafter))
     context = CachedContext(model, torch.tensor([(prompt_ids * CONTEXT_TOKENS)[: CONTEXT_TOKENS + 1]]))
     return Memory(
         target_weights=target_weights,
         drafter_weights=_weights(module, counted),
         target_cache_per_token=_cache_per_token(context.cache),
         drafter_cache_per_token=_cache_per_token(drafter.cache) if isinstance(drafter, DraftModelDrafter) else 0,
-        peak=peaks[0],
-        drafting_peak=peaks[1],
+        peak=peak,
+        drafting_peak=drafting_peak,
     )
 
 
