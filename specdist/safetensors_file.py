@@ -6,6 +6,7 @@ The format: the header's length (8 bytes, little-endian), the header as JSON, th
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def read_header(path: Path) -> dict[str, str]:
     if size != expected:
         kind = "truncated" if size < expected else "padded"
         raise ArtifactError(f"{path}: {kind}: {size} bytes, its header asks for {expected}; export again")
-    if wrong or any(start != end for (_, end), (start, _) in zip([(0, 0), *ends], ends, strict=False)):
+    if wrong or any(start != end for (_, end), (start, _) in pairwise([(0, 0), *ends])):
         raise ArtifactError(
             f"{path}: its header contradicts itself at {sorted(wrong)[:4] or 'its offsets'}; export again"
         )

@@ -14,6 +14,7 @@ from test_heads import MIXTURE, VOCAB, make_heads, row
 from test_medusa2 import make_joint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from training_factory import sgd_settings
 from transformers import Trainer, TrainingArguments
 
 from specdist.target import output_projection, shard_layers
@@ -22,23 +23,6 @@ from specdist.training.medusa2 import medusa2_trainer
 from specdist.training.target_output import TargetOutput
 
 ROWS = [row(4, 13, 0), row(11, 14, 1), row(2, 22, 2), row(7, 8, 3), row(5, 10, 4), row(3, 17, 5), row(9, 11, 6)]
-
-
-def settings(output: Path, batch: int) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(output.parent / "trainer"),
-        per_device_train_batch_size=batch,
-        max_steps=4,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
 
 
 def train(trainer: Trainer, output: Path) -> None:
@@ -52,7 +36,10 @@ def train(trainer: Trainer, output: Path) -> None:
 
 def main() -> None:
     output, batch, sharded = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "sharded"
-    arguments = settings(output, batch)  # joins the process group
+    settings = sgd_settings(
+        output.parent / "trainer", per_device_train_batch_size=batch, max_steps=4, learning_rate=0.1
+    )
+    arguments = TrainingArguments(**settings)  # joins the process group
     target = make_tiny_llama(VOCAB, seed=1).requires_grad_(False)
     if sharded:
         shard_layers(target, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -73,7 +60,7 @@ def main() -> None:
     together = medusa2_trainer(
         joint,
         HeadsCollator(Dataset.from_list(ROWS), 0),
-        settings(output, batch),
+        TrainingArguments(**settings),
         objective=MIXTURE,
         target=TargetOutput(output_projection(model, model.config), None, model.get_input_embeddings()),
         decay=0.8,

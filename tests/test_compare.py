@@ -65,6 +65,7 @@ def test_differences_are_of_the_second_less_the_first(weak: EvalReport, mixed: E
 
 def test_turned_round_the_signs_turn(weak: EvalReport, mixed: EvalReport) -> None:
     there, back = compared(weak, mixed), compared(mixed, weak)
+    assert len(there.domains) == len(DOMAINS)
     for one, other in zip(there.domains, back.domains, strict=True):
         assert one.difference == pytest.approx(-other.difference)
         assert one.p_value == pytest.approx(other.p_value)
@@ -72,6 +73,8 @@ def test_turned_round_the_signs_turn(weak: EvalReport, mixed: EvalReport) -> Non
 
 def test_a_drafter_does_not_differ_from_itself(weak: EvalReport) -> None:
     comparison = compared(weak, weak)
+    assert comparison.settings
+    assert comparison.positions
     for row in (*comparison.settings, *comparison.positions):
         assert row.difference == 0
         assert row.interval == [0, 0]

@@ -81,6 +81,7 @@ def test_no_count_can_be_set_to_another_value(small: EvalReport) -> None:
     policy = GatePolicy(min_prompts=5, min_domain_prompts=5)
     data = small.to_json()
     counted = [path for path in numeric_leaves(data) if path[0] in ("acceptance", "untrained")]
+    assert len(counted) > 100
     for path in counted:
         if "mean_accepted_length_interval" not in path:  # intervals are computed anew
             for value in (-1.0, 1e9, 1e308):

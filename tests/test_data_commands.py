@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_distill import EOS, INPUTS, PROMPTS, TOKENIZER, build
+from distill_factory import EOS, INPUTS, PROMPTS, TOKENIZER, build
 
 from specdist.cli import main
 from specdist.dataset.manifest import read_rows

@@ -1,28 +1,23 @@
 """The distillation dataset: rows belong to their ids, interrupted runs continue, conversations go turn by turn."""
 
 import logging
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import make_tiny_llama, make_tiny_tokenizer
-from transformers import LlamaForCausalLM
+from conftest import make_tiny_llama
+from distill_factory import INPUTS, NUM_ROWS, PROMPTS, SAMPLED, TARGET, TOKENIZER, build, engine, prompt
+from warm_process import PROCESSES
 
-from specdist.dataset.distill import build_dataset
 from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows
 from specdist.dataset.plan import RowIds, slots
-from specdist.dataset.prompts import prompt_id
 from specdist.dataset.render import Renderer, history
 from specdist.dataset.shards import Shard, shard_paths, write_shard
 from specdist.dataset.validate import validate_dataset
@@ -30,64 +25,7 @@ from specdist.errors import ArtifactError
 from specdist.generation.engine import Answer, Engine, Request
 from specdist.generation.hf import TransformersEngine
 from specdist.provenance import sha256_json
-from specdist.schema import (
-    ChatFormat,
-    DatasetInputs,
-    DatasetManifest,
-    DistillRow,
-    Prompt,
-    SamplingSpec,
-    TargetIdentity,
-)
-
-TOKENIZER = make_tiny_tokenizer()
-EOS = [TOKENIZER.eos_token_id, *range(16)]  # many, so that rows end at different steps
-TARGET = TargetIdentity("tiny", "w" * 64, "t" * 64, "c" * 64, len(TOKENIZER), EOS)
-SAMPLED = SamplingSpec(temperature=0.9, top_p=0.95, max_new_tokens=10)
-INPUTS = DatasetInputs(
-    target=TARGET,
-    prompts_sha256="p" * 64,
-    chat_format=ChatFormat(),
-    samplings=[SamplingSpec(max_new_tokens=10), SAMPLED, SAMPLED],
-    max_prompt_tokens=100,
-    context_length=512,
-    engine="transformers",
-    dtype="float32",
-    seed=0,
-    num_top_logprobs=0,
-)
-
-
-def prompt(*contents: str, domain: str = "general") -> Prompt:
-    messages = [{"role": "user", "content": content} for content in contents]
-    return Prompt(prompt_id(messages), domain, "en", messages)
-
-
-PROMPTS = [prompt("tell me " + "the other one " * (i % 5) + str(i), domain=("even", "odd")[i % 2]) for i in range(10)]
-PROMPTS += [prompt(f"first {i}", f"then {i}", domain="chat") for i in range(2)]
-NUM_ROWS = 3 * (10 + 2 * 2)
-
-
-def engine(model: LlamaForCausalLM, *, batch_rows: int = 5, num_top_logprobs: int = 0) -> Engine:
-    return TransformersEngine(
-        model,
-        eos_token_ids=EOS,
-        pad_token_id=265,
-        max_batch_rows=batch_rows,
-        max_batch_tokens=100_000,
-        num_top_logprobs=num_top_logprobs,
-    )
-
-
-def build(
-    directory: Path,
-    prompts: list[Prompt] = PROMPTS,
-    inputs: DatasetInputs = INPUTS,
-    make_engine: Callable[[], Engine] = lambda: engine(make_tiny_llama(len(TOKENIZER))),
-    **settings: Any,
-) -> DatasetManifest:
-    renderer = Renderer(TOKENIZER, inputs.chat_format)
-    return build_dataset(directory, inputs, prompts, renderer, make_engine, **({"shard_rows": 8} | settings))
+from specdist.schema import ChatFormat, DatasetManifest, DistillRow
 
 
 def slow_engine() -> Engine:
@@ -203,19 +141,14 @@ def test_seed_changes_sampled_rows_and_not_greedy_ones(tmp_path: Path, finished:
 
 def start_and_kill(directory: Path, is_time: Callable[[], bool]) -> bool:
     """Write the dataset in a process of its own and kill it when `is_time`; whether it was killed before its end."""
-    code = "import sys, test_distill as t; t.build(t.Path(sys.argv[1]), make_engine=t.slow_engine, shard_rows=2)"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(directory)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        stderr=subprocess.PIPE,
-    )
-    while child.poll() is None and not is_time():
+    child = PROCESSES.Process(target=build, args=(directory,), kwargs={"make_engine": slow_engine, "shard_rows": 2})
+    child.start()
+    while child.is_alive() and not is_time():
         time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    _, error = child.communicate()
-    assert child.returncode in (0, -signal.SIGKILL), error.decode()
-    return child.returncode != 0
+    child.kill()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 def test_killed_twice_then_finished_equals_an_uninterrupted_run(tmp_path: Path, finished: tuple):

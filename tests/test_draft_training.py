@@ -3,86 +3,33 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
-from transformers import PreTrainedModel
-from trl import SFTConfig, SFTTrainer
+from draft_factory import (
+    MIXTURE,
+    ROWS,
+    SFT,
+    TARGET,
+    examples,
+    make_trainer,
+    on_policy,
+    states_of,
+    step,
+    target_output,
+    with_top_tokens,
+)
+from trl import SFTTrainer
 from warm_process import run_ranks, run_script
 
-from specdist.dataset.features import TargetStates, target_states
+from specdist.dataset.features import target_states
 from specdist.losses import Objective
 from specdist.target import output_projection
 from specdist.training.batches import DraftCollator, pack, schedule
-from specdist.training.draft import DraftTrainer, draft_trainer
-from specdist.training.on_policy import OnPolicy, documents
+from specdist.training.on_policy import documents
 from specdist.training.target_output import TargetOutput
-
-SFT = Objective({"cross_entropy": 1.0})
-
-
-def examples(lengths: list[tuple[int, int]]) -> Dataset:
-    rows = []
-    for i, (prompt, answer) in enumerate(lengths):
-        ids = torch.randint(0, 256, (prompt + answer,), generator=torch.Generator().manual_seed(i)).tolist()
-        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:], "prompt_length": prompt})
-    return Dataset.from_list(rows)
-
-
-def make_trainer(
-    directory: Path,
-    rows: Dataset,
-    *,
-    batch: int,
-    accumulation: int = 1,
-    freeze: bool = False,
-    objective: Objective = SFT,
-    collate: dict[str, Any] | None = None,
-    target: TargetOutput | None = None,
-    vocabulary: torch.Tensor | None = None,
-    on_policy: OnPolicy | None = None,
-    draft: PreTrainedModel | None = None,
-    **extra: Any,
-) -> DraftTrainer:
-    arguments = SFTConfig(
-        output_dir=str(directory),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        use_cpu=True,
-        activation_checkpointing=False,
-        disable_tqdm=True,
-        **{"bf16": False, "max_steps": 1, "learning_rate": 1e-2, **extra},
-    )
-    return draft_trainer(
-        draft or make_tiny_llama(268),
-        make_tiny_tokenizer(),
-        DraftCollator(rows, 0, **(collate or {})),
-        arguments,
-        num_tokens=268,
-        objective=objective,
-        target=target,
-        vocabulary=vocabulary,
-        on_policy=on_policy,
-        freeze_embeddings=freeze,
-    )
-
-
-def step(trainer: SFTTrainer) -> tuple[float, torch.Tensor]:
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return loss, torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
-
-
-ROWS = [(4, 9), (11, 3), (2, 20), (7, 1)]
 
 
 def test_the_step_is_the_one_of_trls_own_loss(tmp_path: Path) -> None:
@@ -142,34 +89,6 @@ def test_m4_a_batch_of_prompts_only_is_no_nan(tmp_path: Path) -> None:
     loss, weights = step(make_trainer(tmp_path, rows, batch=2))
     assert loss == 0.0
     assert torch.isfinite(weights).all()
-
-
-MIXTURE = Objective({"cross_entropy": 0.5, "forward_kl": 1.0, "negative_log_acceptance": 1.0}, temperature=0.7)
-TARGET = make_tiny_llama(268, layers=3, seed=7)
-
-
-def target_output(*, live: bool = True) -> TargetOutput:
-    return TargetOutput(output_projection(TARGET, TARGET.config), TARGET if live else None)
-
-
-def states_of(rows: Dataset, directory: Path) -> TargetStates:
-    return target_states(directory, rows, lambda: TARGET, hidden_size=32)
-
-
-def with_top_tokens(rows: Dataset, best: int) -> Dataset:
-    """`rows` with the target's best tokens as a dataset stores them."""
-    columns: dict[str, list[list[float]]] = {"top_ids": [], "top_logprobs": [], "tail_mass": []}
-    for row in rows:
-        with torch.inference_mode():
-            logits = TARGET(torch.tensor([row["input_ids"]])).logits[0, row["prompt_length"] - 1 : -1]
-        logprobs = logits.log_softmax(-1)
-        top = logprobs.topk(best)
-        columns["top_ids"].append(top.indices.flatten().tolist())
-        columns["top_logprobs"].append(top.values.flatten().tolist())
-        columns["tail_mass"].append(logprobs.exp().scatter(-1, top.indices, 0.0).sum(-1).tolist())
-    for name, values in columns.items():
-        rows = rows.add_column(name, values)
-    return rows
 
 
 def same_step(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor]) -> None:
@@ -310,10 +229,6 @@ def test_a_reduced_vocabulary_leaves_other_rows_as_they_were(tmp_path: Path) -> 
     assert loss > 0
     assert changed[kept].all()
     assert not changed[1::2].any()
-
-
-def on_policy(share: float) -> OnPolicy:
-    return OnPolicy(share, temperature=0.7, eos_token_ids=[266], pad_token_id=0, seed=3)
 
 
 def test_on_policy_batches_hold_the_drafts_own_answers_and_teach_no_tokens(tmp_path: Path) -> None:

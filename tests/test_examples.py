@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import make_tiny_tokenizer
 from datasets import Dataset
-from test_distill import INPUTS
+from distill_factory import INPUTS
 
 from specdist.dataset.examples import training_examples
 from specdist.dataset.manifest import Tally
@@ -74,6 +74,7 @@ def test_m2_exactly_the_answer_and_its_end_are_supervised(tmp_path: Path):
 
 def test_m1_every_row_has_a_supervised_token(tmp_path: Path):
     found = examples(tmp_path, [row([1] * n, [5] * (1 + n % 3)) for n in range(1, 12)], max_length=64)
+    assert len(found) == 11
     assert all(sum(label != -100 for label in example["labels"]) > 0 for example in found)
 
 

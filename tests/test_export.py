@@ -118,7 +118,9 @@ def test_x3_a_contradictory_generation_config_does_not_stop_the_export(target: T
 def test_x4_no_file_of_an_export_names_a_path_of_this_machine(target: Target, tmp_path: Path) -> None:
     export_draft(target, tmp_path / "draft")
     export_heads(target, tmp_path / "medusa")
-    for path in tmp_path.glob("*/*.json"):
+    files = list(tmp_path.glob("*/*.json"))
+    assert {path.parent.name for path in files if path.name == "export.json"} == {"draft", "medusa"}
+    for path in files:
         assert str(target.path) not in path.read_text(), path
         assert str(tmp_path) not in path.read_text(), path
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_tiny_llama
 from datasets import Dataset
-from test_draft_training import examples
+from draft_factory import examples
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 

@@ -13,6 +13,7 @@ from conftest import make_tiny_llama
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from training_factory import sgd_settings
 from transformers import TrainingArguments
 from warm_process import run_ranks, run_script
 
@@ -193,22 +194,8 @@ def train_once(
     cached: bool = False,
 ) -> tuple[HeadsTrainer, DraftHeads]:
     heads = heads or make_heads()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        max_steps=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        use_cpu=True,
-        bf16=bf16,
-        disable_tqdm=True,
-    )
+    settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "bf16": bf16}
+    arguments = TrainingArguments(**sgd_settings(tmp_path, **settings))
     examples = Dataset.from_list(rows)
     states = target_states(tmp_path / "states", examples, lambda: TARGET, hidden_size=WIDTH) if cached else None
     before = {name: tensor.clone() for name, tensor in TARGET.state_dict().items()}

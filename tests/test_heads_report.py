@@ -92,6 +92,7 @@ def test_a_head_that_no_text_is_long_enough_for_is_not_known() -> None:
 
 def test_accuracy_is_the_heads_share_of_right_candidates(eval_set: EvalSet, measured: HeadsReport) -> None:
     own = scorer()
+    assert len(measured.accuracies) == own.heads.heads.num_heads
     for head, accuracy in enumerate(measured.accuracies):
         right = places = 0
         for text in eval_set.texts:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from test_callbacks import Killed
 from test_heads import LABELS, MIXTURE, ROWS, TARGET, VOCAB, make_heads
 from torch import Tensor
+from training_factory import sgd_settings
 from transformers import TrainingArguments
 
 from specdist.drafter_config import HeadsArguments
@@ -40,23 +41,13 @@ def make_joint(kind: str = "medusa", form: str = "shared", *, scale: float = 0.1
 def make_trainer(
     joint: HeadsAndTarget, output: Path, *, objective: Objective = LABELS, packed: bool = False, **settings: Any
 ) -> Medusa2Trainer:
-    arguments = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 4,
-        "max_steps": 1,
-        "learning_rate": HEADS_RATE,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    adamw = {"optim": "adamw_torch_fused", "max_grad_norm": 1.0, "learning_rate": HEADS_RATE}
+    arguments = sgd_settings(output, **({"per_device_train_batch_size": 4} | adamw | settings))
     model = joint.target.get_base_model()
     return medusa2_trainer(
         joint,
         HeadsCollator(Dataset.from_list(ROWS), 0, packed=packed),
-        TrainingArguments(**(arguments | settings)),
+        TrainingArguments(**arguments),
         objective=objective,
         target=TargetOutput(output_projection(model, model.config), None, model.get_input_embeddings()),
         decay=DECAY,

@@ -119,7 +119,9 @@ def test_pictures_have_titles_and_descriptions_with_numbers(report: EvalReport, 
     titles = ["by position", "against draft length", "Measured speed", "by checkpoint", "by domain"]
     assert all(title in alt for title, alt in zip(titles, alts, strict=True))
     assert all(re.search(r"\d\.\d\d", alt) for alt in alts)
-    assert all(b"<svg" in picture.svg and b"http-equiv" not in picture.svg for picture in draw_pictures(report))
+    pictures = draw_pictures(report)
+    assert len(pictures) == len(titles)
+    assert all(b"<svg" in picture.svg and b"http-equiv" not in picture.svg for picture in pictures)
 
 
 def test_the_page_names_the_numbers(report: EvalReport, page: str) -> None:

@@ -163,6 +163,7 @@ def test_nothing_is_left_where_the_end_comes_while_connections_open(serve: Calla
             next(answers)
         answers.close()
     gc.collect()  # a coroutine that was never awaited, or an open socket, fails the test here
+    assert not [t for t in threading.enumerate() if t.name == "specdist-servers"]
 
 
 # What is survived

@@ -82,7 +82,9 @@ def test_the_tree_found_is_near_the_best_of_all_and_grows_no_worse(seed: int) ->
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_tree_is_never_worse_than_the_chain_of_as_many_tokens(seed: int) -> None:
     texts = random_texts(seed, heads=4, highest=2)
-    for size, tree in search_trees(texts, (1, 2, 3, 4)).items():
+    trees = search_trees(texts, (1, 2, 3, 4))
+    assert list(trees) == [1, 2, 3, 4]
+    for size, tree in trees.items():
         assert visited_starts(texts, tree)[1] >= visited_starts(texts, DraftTree.chain(size))[1]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_draft_training import MIXTURE, examples, make_trainer, target_output
+from draft_factory import MIXTURE, examples, make_trainer, target_output
 
 ROWS = [(4, 9), (11, 3), (2, 20), (7, 1), (5, 5), (3, 14), (9, 2)]  # one too few: no row may count twice
 

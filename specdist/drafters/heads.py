@@ -178,11 +178,12 @@ class HeadsOnTarget:
             raise ValueError("these heads see what was drafted before: ask each after its draft (logits)")
         hidden = hidden.to(self.heads.get_parameter("0.0.linear.weight").dtype)
         features = [self.heads.features(i, hidden) for i in range(count)]
+        projections = self.projections[:count]
         if self.heads.shape.projection == OWN:
-            return torch.stack([own.of(feature) for own, feature in zip(self.projections, features, strict=False)])
+            return torch.stack([own.of(feature) for own, feature in zip(projections, features, strict=True)])
         columns = hidden.shape[-1]
         products = torch.stack([feature[..., :columns] for feature in features]) @ self.projections[0].weight.T
-        for product, feature, projection in zip(products, features, self.projections, strict=False):
+        for product, feature, projection in zip(products, features, projections, strict=True):
             if projection.update is not None:
                 product += feature[..., columns:] @ projection.update.T
         return self.projections[0].logits(products)

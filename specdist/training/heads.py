@@ -123,7 +123,8 @@ class LossLog:
         told: dict[str, float] = {}
         for name, sums in zip(self.names, accelerator.reduce(self.sums).tolist(), strict=True):
             if count := sums.pop():
-                loss = sum(weight * term for weight, term in zip(self.weights, sums, strict=False))
+                terms = sums[: len(self.weights)]
+                loss = sum(weight * term for weight, term in zip(self.weights, terms, strict=True))
                 told[f"{name}_loss"] = round(loss / count, 4)
                 hits = zip(TOP, sums[len(self.weights) :], strict=True)
                 told |= {f"{name}_top{k}": round(number / count, 4) for k, number in hits}
