@@ -172,16 +172,16 @@ def bars(lines: Sequence[Line], ways: Sequence[str], lengths: Sequence[int]) -> 
     def best(names: Sequence[str]) -> str:
         return max(names, key=lambda name: totals[name].rate)
 
+    adaptive = [way for way in ways if way.startswith(DRAFT_BY_POLICY.format(""))]
     said = [bar(totals, LOOP, GENERATE, 1.0)]
     fixed = [DRAFT.format(n) for n in lengths if DRAFT.format(n) in ways]
     if fixed:
         said += [bar(totals, DRAFT.format(n), ASSISTED.format(n), _ASSISTED_BAR) for n in lengths]
         theirs = best([ASSISTED_DEFAULTS, *(ASSISTED.format(n) for n in lengths)])
-        said.append(bar(totals, best(fixed), theirs, _ASSISTED_BAR))
+        said.append(bar(totals, best([*fixed, *adaptive]), theirs, _ASSISTED_BAR))
     drafters = [way for way in ways if way not in (GENERATE, LOOP) and not way.startswith("assisted")]
     if drafters:
         said.append(bar(totals, best(drafters), GENERATE, _DRAFTER_BAR))
-    adaptive = [way for way in ways if way.startswith(DRAFT_BY_POLICY.format(""))]
     if fixed and adaptive:
         worst = min(fixed, key=lambda name: totals[name].rate)
         said += [bar(totals, best(adaptive), best(fixed), 1.0), bar(totals, best(adaptive), worst, 1.0)]

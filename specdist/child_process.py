@@ -32,9 +32,11 @@ def run_child(arguments: list[str], text: str, *, seconds: float, without: Colle
     )
     try:
         output, errors = process.communicate(text, timeout=seconds)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # an interrupt too: in a session of its own the child would not be told
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return Ended("", f"not done after {seconds:g} s")
     if process.returncode == 0:
         return Ended(output, "")

@@ -125,7 +125,7 @@ def test_without_colour_the_output_is_the_text_and_nothing_else(artefacts: Path,
 
 
 def test_the_target_alone_follows_on_request(artefacts: Path) -> None:
-    for policy in ("last-block", "acceptance", "pays"):
+    for policy in ("confidence", "last-block", "acceptance", "pays"):
         text, notes = shown(replace(request(artefacts, "draft"), policy=policy, beside_target=True), colour=False)
         first, second = text.splitlines()
         assert first == second

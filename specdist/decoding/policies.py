@@ -11,7 +11,8 @@ from typing import Protocol
 
 from specdist.errors import ConfigError
 
-POLICIES = ("fixed", "last-block", "acceptance", "pays")
+POLICIES = ("fixed", "confidence", "last-block", "acceptance", "pays")
+_CONFIDENCE = 0.4  # as in transformers (FixedLength)
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,12 @@ class WhileItPays:
 def make_policy(name: str, length: int, longest: int | None = None) -> DraftLengthPolicy:
     """The policy of POLICIES that `name` says, which starts with blocks of `length`, as a person would have it.
 
-    `longest`: what the drafter can draft at most, None where nothing limits it. "pays": `length` while that pays.
+    `longest`: the most that the drafter can draft, None for no limit. "confidence": up to that while the draft is sure
+    enough; "pays": `length` while that pays.
     """
     longest = longest or max(8, length)
+    if name == "confidence":
+        return FixedLength(longest, confidence_threshold=_CONFIDENCE)
     if name == "last-block":
         return ByLastBlock(length, 1, longest)
     if name == "acceptance":
