@@ -13,6 +13,7 @@ ruff check .
 say "types"
 mypy
 say "tests"
-# One process per core, each with one thread: models in tests are too small to share.
-OMP_NUM_THREADS=1 pytest --numprocesses auto "$@"
+# One process per core, each with one thread: models in tests are too small to share. A process keeps to whole files,
+# whose fixtures are then made once, until another has nothing left to do.
+OMP_NUM_THREADS=1 pytest --numprocesses auto --dist worksteal "$@"
 say "all passed"

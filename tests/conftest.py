@@ -3,6 +3,7 @@
 Everything is built in memory and offline. Use the factories from a test by `from conftest import make_tiny_llama`.
 """
 
+import gc
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
@@ -60,6 +61,10 @@ def make_tiny_llama(vocab_size: int, layers: int = 2, hidden: int = 32, seed: in
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays to the end: each search for garbage would take a quarter of a second on it
 
 
 @pytest.fixture(scope="session")

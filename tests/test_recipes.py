@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from registry_factory import empty_database
 from warm_process import run_script
 
 from specdist.cli import main
@@ -178,6 +179,8 @@ def test_measured_layers_a_reduced_vocabulary_and_adapters_go_through_the_chain(
     del config["draft_layers"]
     config |= {"draft_layer_rule": "importance", "num_draft_layers": 2, "draft_vocab_size": 128, "lora_rank": 8}
     (tmp_path / "draft.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry" / "mlflow.db").write_bytes(empty_database())
     result = run(command("draft", target, tmp_path, "--config", str(tmp_path / "draft.yaml")))
     assert result.returncode in (0, 3, 4), result.stderr
 

@@ -132,7 +132,7 @@ def test_e3_t5_ids_beyond_the_tokenizer_are_never_proposed(
     certify(target.load_model(torch.float32), drafter, scorer)
 
 
-def certify(model, drafter: DraftModelDrafter, scorer: DraftModelScorer, count: int = 10) -> tuple:
+def certify(model, drafter: DraftModelDrafter, scorer: DraftModelScorer, count: int = 5) -> tuple:
     prompts = [[4 + i, 9, 30 + i] for i in range(count)]
     texts = []
     for i, prompt in enumerate(prompts):
@@ -255,7 +255,7 @@ def test_drafts_come_from_the_reduced_distribution() -> None:
 
 def test_replay_of_a_reduced_draft_equals_the_real_decoder() -> None:
     target, draft, vocabulary = reduced_pair()
-    greedy, sampled = certify(target, DraftModelDrafter(draft, vocabulary), DraftModelScorer(draft, vocabulary), 24)
+    greedy, sampled = certify(target, DraftModelDrafter(draft, vocabulary), DraftModelScorer(draft, vocabulary), 12)
     assert greedy.decoder_mean_accepted_length > 1.0
     assert sampled.decoder_mean_accepted_length > 1.0
 
@@ -266,6 +266,7 @@ def test_a_token_outside_the_vocabulary_is_never_accepted() -> None:
     scorer = DraftModelScorer(draft, vocabulary)
     text = target_pass(reduced_pair()[0], row(0, [1, 2], completion, SAMPLED), SamplingSpec(temperature=0.9))
     accepts = scorer.accept(text, SamplingSpec(temperature=0.9))
+    assert set(accepts) == {"greedy", "probabilistic"}
     for method, accept in accepts.items():
         for position, token in enumerate(completion):
             if token not in (12, 59) or method == "probabilistic":

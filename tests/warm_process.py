@@ -4,6 +4,7 @@ A script sees what it would in a new interpreter: its command line, environment,
 is its own. Only the seconds of its imports are not spent again, hundreds of them over all tests.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -70,6 +71,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, output:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # as in conftest.py
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
