@@ -201,7 +201,12 @@ def _context_section(report: EvalReport) -> str:
 
 def _speed_tables(report: EvalReport) -> str:
     best = best_speed(report)
-    return "".join(_speed_table(speed, best) for speed in report.speeds if speed.points) or "<p>Not measured.</p>"
+    timed = [speed for speed in report.speeds if speed.points]
+    tables = [
+        (f"<h3>Batch size {speed.batch_size}</h3>" if len(timed) > 1 else "") + _speed_table(speed, best)
+        for speed in timed
+    ]
+    return "".join(tables) or "<p>Not measured.</p>"
 
 
 def _speed_table(speed: Speed, best: SpeedPoint | None) -> str:
