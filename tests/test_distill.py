@@ -101,15 +101,21 @@ def test_rows_do_not_depend_on_batch_size_or_order(tmp_path: Path, finished: tup
     assert manifest.rows_sha256 == finished[1].rows_sha256
 
 
-def test_rows_do_not_depend_on_the_number_of_processes(tmp_path: Path, finished: tuple):
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_rows_do_not_depend_on_the_number_of_processes(tmp_path: Path, finished: tuple, late: float):
+    """Nor on a process that looks `late` seconds after the other at what is written: it shares out the same rows."""
     meeting = threading.Barrier(2, timeout=60)
     # made before the threads start: random weights come from torch's global generator, which threads share
     engines = [engine(make_tiny_llama(len(TOKENIZER))) for _ in range(2)]
 
+    def meet(rank: int) -> None:
+        meeting.wait()
+        time.sleep(late * rank)
+
     def work(rank: int) -> DatasetManifest:
         with torch.inference_mode():  # which is set by thread
             return build(
-                tmp_path, rank=rank, world_size=2, make_engine=lambda: engines[rank], barrier=lambda: meeting.wait()
+                tmp_path, rank=rank, world_size=2, make_engine=lambda: engines[rank], barrier=lambda: meet(rank)
             )
 
     with ThreadPoolExecutor(2) as pool:

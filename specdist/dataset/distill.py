@@ -77,6 +77,7 @@ def build_dataset(
 
     plan = Plan(directory / PLAN_FILE)
     pending = plan.pending(_ids(directory), inputs.samplings, row_ids)
+    barrier()  # all have looked at what is written before one of them writes more: they share out the same rows
     speed = Throughput(directory, rank, world_size, num_units=len(pending))
     if len(mine := pending[rank::world_size]):
         work = _Work(plan, mine, inputs, renderer, limits, row_ids)
