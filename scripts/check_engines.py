@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from scripts.check_vllm import run_engine
+from scripts.check_vllm import exit_status, run_engine
 from scripts.vllm_comparison import NEAR_TIE_LOGIT_GAP, Difference, first_difference
 from scripts.vllm_server import halves_of_cores, serve
 from specdist import provenance
 from specdist.dataset.prompts import PromptSet
 from specdist.dataset.render import Renderer
 from specdist.demo import demo_target
-from specdist.errors import ArtifactError, SpecdistError
+from specdist.errors import ArtifactError
 from specdist.generation.endpoint import TokenizerProbe
 from specdist.generation.engine import Engine, Request
 from specdist.generation.hf import TransformersEngine
@@ -278,11 +278,7 @@ def check(args: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Exit status of the command."""
-    try:
-        return 0 if check(parse_arguments()) else 1
-    except SpecdistError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(lambda: check(parse_arguments()))
 
 
 if __name__ == "__main__":

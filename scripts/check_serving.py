@@ -22,6 +22,7 @@ from scripts.check_vllm import (
     champions,
     check_target,
     engine_request,
+    exit_status,
     find_dataset,
     open_drafter,
     read_rows,
@@ -30,7 +31,6 @@ from scripts.check_vllm import (
 from scripts.vllm_comparison import NEAR_TIE_LOGIT_GAP, Drafter, Row, first_difference
 from specdist import provenance
 from specdist.demo import demo_target
-from specdist.errors import SpecdistError
 from specdist.export_record import read_record, write_record
 from specdist.registry.hub import HUB_DIRECTORY
 from specdist.registry.store import Registry
@@ -197,11 +197,7 @@ def check(args: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Exit status of the command."""
-    try:
-        return 0 if check(parse_arguments()) else 1
-    except SpecdistError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(lambda: check(parse_arguments()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,15 @@ def _positive(text: str) -> int:
     return value
 
 
+def exit_status(check: Callable[[], bool]) -> int:
+    """0 where the check passes, 1 where it does not or cannot be made, with the reason on stderr."""
+    try:
+        return 0 if check() else 1
+    except SpecdistError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
 def check(args: argparse.Namespace) -> bool:
     """Run the engines, print the table, write the result; whether every drafter passed."""
     names = args.drafter or champions(args.registry)
@@ -237,11 +246,7 @@ def check(args: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Exit status of the command."""
-    try:
-        return 0 if check(parse_arguments()) else 1
-    except SpecdistError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_status(lambda: check(parse_arguments()))
 
 
 if __name__ == "__main__":
