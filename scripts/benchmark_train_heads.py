@@ -318,7 +318,7 @@ def main(arguments: list[str]) -> int:
     add("--documents", type=int, default=16, help="that each way learns in a round; a multiple of both batches")
     add("--max-length", type=int, default=512, help="of a document in tokens, to which plain pads")
     add("--plain-rows", type=int, default=1, help="documents of plain's batch")
-    add("--batch-rows", type=int, default=8, help="documents of our batch")
+    add("--batch-rows", type=int, default=4, help="documents of our batch")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of target and autocast")
     add("--threads", type=int, help="of the CPU; default: all cores")
     add("--rounds", type=int, default=2)

@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 from specdist.losses import Objective, Projection, TargetDistributions, position_losses
 
 CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
-TILE = 1 << 19  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
-_BLOCK = 4096  # tokens whose rows of a weight are cast, or of its gradient added to, at a time
+OWN_CHUNK = 128  # the same where heads train weights of their own, whose gradients leave less memory for logits
+TILE = 1 << 18  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
+_BLOCK = 1024  # tokens whose rows of a weight are cast, or of its gradient added to, at a time
 
 
 def _tiles(rows: int, vocab_size: int, device: torch.device) -> list[slice]:
@@ -169,9 +170,10 @@ class _FusedObjective(torch.autograd.Function):
         by_hidden = [torch.empty_like(s) for s in states]
         sums = torch.zeros(heads, len(lesson.objective.weights), device=device)
         num, vocab_size = lesson.labels.shape[1], len(matrices[0].weight)
-        buffer = states[0].new_empty(min(CHUNK, num), vocab_size)
-        for start in range(0, num, CHUNK):
-            chunk = slice(start, min(start + CHUNK, num))
+        size = CHUNK if once else OWN_CHUNK
+        buffer = states[0].new_empty(min(size, num), vocab_size)
+        for start in range(0, num, size):
+            chunk = slice(start, min(start + size, num))
             part = None if lesson.target is None else lesson.target.part(chunk)
             if part is not None and heads > 1:
                 tiles = _tiles(chunk.stop - start, vocab_size, device)

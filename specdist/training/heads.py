@@ -145,6 +145,13 @@ class ProjectionsTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
 
+    def at_rows(self, features: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+        """Of each head's features [S, D] those of its rows [H, S], in the dtype of its product with the projection."""
+        with self.accelerator.autocast():
+            kind = features[0].device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features[0].dtype
+        return [feature.to(dtype)[at] for feature, at in zip(features, rows, strict=True)]
+
     def mean_loss(
         self,
         features: Sequence[Tensor],
@@ -214,7 +221,7 @@ class HeadsTrainer(ProjectionsTrainer):
         distributions: TargetDistributions | None = None
         if self.objective.needs_target:
             distributions = FullTarget(states, self.target.projection)
-        features = [feature[at] for feature, at in zip(features, rows, strict=True)]
+        features = self.at_rows(features, rows)
         return self.mean_loss(features, projections, labels, distributions, num_items_in_batch)
 
 

@@ -124,7 +124,7 @@ class Medusa2Trainer(ProjectionsTrainer):
         hydra = shape.kind == HYDRA
         embeddings = following_embeddings(self.output.embed, tokens, shape.num_heads) if hydra else None
         states, features = model(inputs, embeddings)  # [S, D], H times [S, D]
-        features = [states, *(feature[at] for feature, at in zip(features, rows, strict=True))]
+        features = [states, *self.at_rows(features, rows)]
         projections = [projection, *(self.joint.heads.projection(i, projection) for i in range(shape.num_heads))]
         return self.mean_loss(features, projections, labels, distributions, num_items_in_batch)
 
