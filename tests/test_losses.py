@@ -294,7 +294,7 @@ def heads_side(heads: int, positions: int, *, own: bool, rank: int):
 def test_heads_together_equal_each_alone_eagerly(
     objective: Objective, own: bool, rank: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_losses, "CHUNK", 5)
+    monkeypatch.setattr(fused_losses, "OWN_CHUNK" if own else "CHUNK", 5)
     hidden, projections, labels, counted = heads_side(3, 12, own=own, rank=rank)
     target = full_target(12) if kind == "full" else top_target(full_target(12), 8)
     decay, factors = [1.0, 0.5, 0.25], torch.tensor(list(objective.weights.values()))
