@@ -14,14 +14,29 @@ from torch.autograd.function import once_differentiable
 
 from specdist.losses import Objective, Projection, TargetDistributions, position_losses
 
-CHUNK = 256  # positions whose logits exist at a time: enough for a matrix product to be at its speed
-OWN_CHUNK = 128  # the same where heads train weights of their own, whose gradients leave less memory for logits
-TILE = 1 << 18  # logits of a CPU that are turned into a loss and its gradient at a time: what its caches hold
-_BLOCK = 1024  # tokens whose rows of a weight are cast, or of its gradient added to, at a time
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much exists at a time."""
+
+    chunk: int  # positions whose logits do: enough for a matrix product to be at its speed
+    own_chunk: int  # the same where heads train weights of their own, whose gradients leave less memory for logits
+    tile: int  # logits that are turned into a loss and its gradient: about ten tensors of this size
+    block: int  # tokens whose rows of a weight are cast, or of its gradient added to
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Sizes":
+        """What suits a device."""
+        return CPU if device.type == "cpu" else ACCELERATOR
+
+
+CPU = Sizes(chunk=256, own_chunk=128, tile=1 << 18, block=1 << 10)  # a tile and a block stay in its caches
+# A chunk reads the weight and adds to its whole gradient, and every product is a launch: so few of them
+ACCELERATOR = Sizes(chunk=1024, own_chunk=1024, tile=1 << 25, block=1 << 14)
 
 
 def _tiles(rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    size = max(1, TILE // vocab_size) if device.type == "cpu" else max(1, rows)
+    size = max(1, Sizes.of(device).tile // vocab_size)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -65,22 +80,23 @@ class _Lesson:
     head_weights: Sequence[float]
     ranks: Tensor | None = None
 
-    def to_gradients(self, head: int, product: Tensor, chunk: slice, target: TargetDistributions | None) -> Tensor:
-        """Turn `product` [C, V] of a head into the gradient of the weighted sum by it, in place; the sums [terms].
+    def factors(self, head: int) -> list[float]:
+        """Of each of a head's terms in the weighted sum: numbers, for which no device waits."""
+        return [weight * self.head_weights[head] for weight in self.objective.weights.values()]
 
-        In tiles of some rows: about ten tensors of the size of a tile exist at a time, and on a CPU stay in its caches.
-        """
+    def to_gradients(self, head: int, product: Tensor, chunk: slice, target: TargetDistributions | None) -> Tensor:
+        """Turn `product` [C, V] of a head into the gradient of the weighted sum by it, in place; the sums [terms]."""
         labels = self.labels[head, chunk]
         counted = None if self.counted is None else self.counted[head, chunk]
-        factors = torch.tensor(list(self.objective.weights.values()), device=product.device) * self.head_weights[head]
-        sums = torch.zeros_like(factors)
+        factors = self.factors(head)
+        sums = torch.zeros(len(factors), device=product.device)
         for tile in _tiles(len(product), product.shape[1], product.device):
             leaf = product[tile].float().requires_grad_()
             with torch.enable_grad():
                 logits = self.projections[head].logits(leaf)
                 losses = position_losses(self.objective, logits, labels[tile], target, tile)  # [terms, rows]
                 terms = (losses if counted is None else losses * counted[tile]).sum(dim=-1)
-                loss = (factors * terms).sum()
+                loss = sum(factor * term for factor, term in zip(factors, terms, strict=True))
             if self.ranks is not None:
                 of_label = logits.detach().gather(-1, labels[tile, None].clamp(min=0))  # [rows, 1]
                 self.ranks[head, chunk][tile] = (logits.detach() > of_label).sum(dim=-1)
@@ -91,8 +107,9 @@ class _Lesson:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. Block by block, whose products caches hold."""
-    for start in range(0, len(total), _BLOCK):
-        block = slice(start, start + _BLOCK)
+    size = Sizes.of(total.device).block
+    for start in range(0, len(total), size):
+        block = slice(start, start + size)
         total[block] += left[:, block].T @ right
 
 
@@ -109,7 +126,7 @@ class _Matrices:
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Tokens, and their rows of weight and update in `dtype`: all at once where they have it."""
-        size = len(self.weight) if self.weight.dtype == dtype else _BLOCK
+        size = len(self.weight) if self.weight.dtype == dtype else Sizes.of(self.weight.device).block
         for start in range(0, len(self.weight), size):
             block = slice(start, start + size)
             yield block, self.weight[block].to(dtype), None if self.update is None else self.update[block].to(dtype)
@@ -170,7 +187,7 @@ class _FusedObjective(torch.autograd.Function):
         by_hidden = [torch.empty_like(s) for s in states]
         sums = torch.zeros(heads, len(lesson.objective.weights), device=device)
         num, vocab_size = lesson.labels.shape[1], len(matrices[0].weight)
-        size = CHUNK if once else OWN_CHUNK
+        size = Sizes.of(device).chunk if once else Sizes.of(device).own_chunk
         buffer = states[0].new_empty(min(size, num), vocab_size)
         for start in range(0, num, size):
             chunk = slice(start, min(start + size, num))
@@ -186,8 +203,10 @@ class _FusedObjective(torch.autograd.Function):
         ctx.save_for_backward(*by_hidden, *(gradient for matrix in matrices for gradient in matrix.gradients))
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         ctx.mark_non_differentiable(sums)
-        weights = torch.tensor(list(lesson.objective.weights.values()), device=device)
-        return (sums @ weights * torch.tensor(list(lesson.head_weights), device=device)).sum(), sums
+        weighted = (
+            factor * term for i in range(heads) for factor, term in zip(lesson.factors(i), sums[i], strict=True)
+        )
+        return torch.stack(list(weighted)).sum(), sums
 
     @staticmethod
     @once_differentiable

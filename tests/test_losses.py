@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdist import fused_losses
-from specdist.fused_losses import heads_objective, linear_objective
+from specdist.fused_losses import Sizes, heads_objective, linear_objective
 from specdist.losses import (
     IGNORED,
     FullTarget,
@@ -26,6 +26,11 @@ from specdist.objective import CROSS_ENTROPY, DIVERGENCES, OVERLAPS
 V, D = 50, 16
 MIXTURE = Objective({CROSS_ENTROPY: 0.3, "forward_kl": 0.5, "negative_log_acceptance": 2.0}, temperature=0.7)
 OBJECTIVES = [Objective({name: 1.0}, temperature=0.7, beta=0.3) for name in (CROSS_ENTROPY, *DIVERGENCES)] + [MIXTURE]
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, tiles and blocks that do not divide the positions, the chunk or the vocabulary."""
+    monkeypatch.setattr(fused_losses, "CPU", Sizes(chunk=5, own_chunk=5, tile=2 * V, block=16))
 
 
 def name_of(objective: Objective) -> str:
@@ -76,7 +81,7 @@ def assert_same(ours, theirs, tolerance: float = 5e-5) -> None:
 @pytest.mark.parametrize("positions", [0, 1, 7, 64])
 @pytest.mark.parametrize("kind", ["full", "top"])
 def test_fused_equals_eager(objective: Objective, positions: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_losses, "CHUNK", 5)  # chunks that do not divide the positions
+    small_chunks(monkeypatch)
     side = draft_side(positions, bias=True)
     full = full_target(positions)
     target = full if kind == "full" else top_target(full, 8)
@@ -294,7 +299,7 @@ def heads_side(heads: int, positions: int, *, own: bool, rank: int):
 def test_heads_together_equal_each_alone_eagerly(
     objective: Objective, own: bool, rank: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_losses, "OWN_CHUNK" if own else "CHUNK", 5)
+    small_chunks(monkeypatch)
     hidden, projections, labels, counted = heads_side(3, 12, own=own, rank=rank)
     target = full_target(12) if kind == "full" else top_target(full_target(12), 8)
     decay, factors = [1.0, 0.5, 0.25], torch.tensor(list(objective.weights.values()))
@@ -314,7 +319,7 @@ def test_heads_together_equal_each_alone_eagerly(
 
 
 def test_the_targets_distribution_is_computed_once_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_losses, "CHUNK", 5)
+    small_chunks(monkeypatch)
     hidden, projections, labels, _ = heads_side(3, 12, own=False, rank=0)
     seen, target = [], full_target(12)
     monkeypatch.setattr(
