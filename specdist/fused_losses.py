@@ -20,24 +20,19 @@ class Sizes:
     """How much exists at a time."""
 
     chunk: int  # positions whose logits do: enough for a matrix product to be at its speed
-    own_chunk: int  # the same where heads train weights of their own, whose gradients leave less memory for logits
     tile: int  # logits that are turned into a loss and its gradient: about ten tensors of this size
     block: int  # tokens whose rows of a weight are cast, or of its gradient added to
 
-    @classmethod
-    def of(cls, device: torch.device) -> "Sizes":
-        """What suits a device."""
-        return CPU if device.type == "cpu" else ACCELERATOR
+    def tiles(self, rows: int, vocab_size: int) -> list[slice]:
+        """So many rows of logits, a tile at a time."""
+        size = max(1, self.tile // vocab_size)
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-CPU = Sizes(chunk=256, own_chunk=128, tile=1 << 18, block=1 << 10)  # a tile and a block stay in its caches
+CPU = Sizes(chunk=256, tile=1 << 19, block=1 << 12)  # a tile and a block stay in its caches
+CPU_OWN = Sizes(chunk=128, tile=1 << 18, block=1 << 10)  # heads' own weights: their gradients leave less memory
 # A chunk reads the weight and adds to its whole gradient, and every product is a launch: so few of them
-ACCELERATOR = Sizes(chunk=1024, own_chunk=1024, tile=1 << 25, block=1 << 14)
-
-
-def _tiles(rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    size = max(1, Sizes.of(device).tile // vocab_size)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+ACCELERATOR = Sizes(chunk=1024, tile=1 << 25, block=1 << 14)
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,17 @@ class _Lesson:
     head_weights: Sequence[float]
     ranks: Tensor | None = None
 
+    @property
+    def own(self) -> bool:
+        """Whether heads have weights of their own."""
+        return len({id(projection.weight) for projection in self.projections}) > 1
+
+    @property
+    def sizes(self) -> Sizes:
+        if self.labels.device.type != "cpu":
+            return ACCELERATOR
+        return CPU_OWN if self.own else CPU
+
     def factors(self, head: int) -> list[float]:
         """Of each of a head's terms in the weighted sum: numbers, for which no device waits."""
         return [weight * self.head_weights[head] for weight in self.objective.weights.values()]
@@ -90,7 +96,7 @@ class _Lesson:
         counted = None if self.counted is None else self.counted[head, chunk]
         factors = self.factors(head)
         sums = torch.zeros(len(factors), device=product.device)
-        for tile in _tiles(len(product), product.shape[1], product.device):
+        for tile in self.sizes.tiles(*product.shape):
             leaf = product[tile].float().requires_grad_()
             with torch.enable_grad():
                 logits = self.projections[head].logits(leaf)
@@ -105,9 +111,8 @@ class _Lesson:
         return sums
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. Block by block, whose products caches hold."""
-    size = Sizes.of(total.device).block
+def _add_product(total: Tensor, left: Tensor, right: Tensor, size: int) -> None:
+    """Add leftᵀ · right to `total` [V, D], fp32: [C, V], [C, D]. By `size` tokens, whose products caches hold."""
     for start in range(0, len(total), size):
         block = slice(start, start + size)
         total[block] += left[:, block].T @ right
@@ -123,10 +128,11 @@ class _Matrices:
     weight: Tensor
     update: Tensor | None
     gradients: list[Tensor | None]  # of weight, bias and update, fp32
+    block: int  # tokens at a time
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Tokens, and their rows of weight and update in `dtype`: all at once where they have it."""
-        size = len(self.weight) if self.weight.dtype == dtype else Sizes.of(self.weight.device).block
+        size = len(self.weight) if self.weight.dtype == dtype else self.block
         for start in range(0, len(self.weight), size):
             block = slice(start, start + size)
             yield block, self.weight[block].to(dtype), None if self.update is None else self.update[block].to(dtype)
@@ -151,11 +157,11 @@ class _Matrices:
         out.copy_(by_states)
         weight_sum, bias_sum, update_sum = self.gradients
         if weight_sum is not None:
-            _add_product(weight_sum, product, states[:, :columns])
+            _add_product(weight_sum, product, states[:, :columns], self.block)
         if bias_sum is not None:
             bias_sum += product.sum(dim=0, dtype=torch.float32)
         if update_sum is not None:
-            _add_product(update_sum, product, states[:, columns:])
+            _add_product(update_sum, product, states[:, columns:], self.block)
 
 
 class _FusedObjective(torch.autograd.Function):
@@ -166,15 +172,13 @@ class _FusedObjective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lesson: _Lesson, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        heads = len(lesson.projections)
-        device = lesson.labels.device
+        heads, sizes, device = len(lesson.projections), lesson.sizes, lesson.labels.device
         hidden, parameters = [t for t in tensors[:heads] if t is not None], tensors[heads:]
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden[0].dtype
         states = [h.to(dtype) for h in hidden]  # [N, D + R] each
         # Heads share one copy of a shared weight; copies of all heads' own would take their memory once more
-        once = len({id(weight) for weight in parameters[::3]}) == 1
-        cast = {id(t): t.to(dtype) if once else t for t in parameters if t is not None}
+        cast = {id(t): t if lesson.own else t.to(dtype) for t in parameters if t is not None}
         needed = ctx.needs_input_grad[1 + heads :]
         matrices = []
         for i in range(heads):
@@ -183,17 +187,17 @@ class _FusedObjective(torch.autograd.Function):
                 torch.zeros_like(t, dtype=torch.float32) if t is not None and wanted else None
                 for t, wanted in zip((weight, bias, update), needed[3 * i : 3 * i + 3], strict=True)
             ]
-            matrices.append(_Matrices(cast[id(weight)], None if update is None else cast[id(update)], gradients))
+            update = None if update is None else cast[id(update)]
+            matrices.append(_Matrices(cast[id(weight)], update, gradients, sizes.block))
         by_hidden = [torch.empty_like(s) for s in states]
         sums = torch.zeros(heads, len(lesson.objective.weights), device=device)
         num, vocab_size = lesson.labels.shape[1], len(matrices[0].weight)
-        size = Sizes.of(device).chunk if once else Sizes.of(device).own_chunk
-        buffer = states[0].new_empty(min(size, num), vocab_size)
-        for start in range(0, num, size):
-            chunk = slice(start, min(start + size, num))
+        buffer = states[0].new_empty(min(sizes.chunk, num), vocab_size)
+        for start in range(0, num, sizes.chunk):
+            chunk = slice(start, min(start + sizes.chunk, num))
             part = None if lesson.target is None else lesson.target.part(chunk)
             if part is not None and heads > 1:
-                tiles = _tiles(chunk.stop - start, vocab_size, device)
+                tiles = sizes.tiles(chunk.stop - start, vocab_size)
                 part = _KnownTarget.of(part, tiles, lesson.objective.temperature)
             for i, matrix in enumerate(matrices):
                 product = matrix.product(states[i][chunk], buffer[: chunk.stop - start])

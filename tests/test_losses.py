@@ -30,7 +30,8 @@ OBJECTIVES = [Objective({name: 1.0}, temperature=0.7, beta=0.3) for name in (CRO
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, tiles and blocks that do not divide the positions, the chunk or the vocabulary."""
-    monkeypatch.setattr(fused_losses, "CPU", Sizes(chunk=5, own_chunk=5, tile=2 * V, block=16))
+    for name in ("CPU", "CPU_OWN"):
+        monkeypatch.setattr(fused_losses, name, Sizes(chunk=5, tile=2 * V, block=16))
 
 
 def name_of(objective: Objective) -> str:
