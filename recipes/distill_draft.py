@@ -66,7 +66,7 @@ def main() -> int:
     config: RecipeConfig = parse(DraftArguments, SFTConfig, default_config=DEMO_CONFIG)
 
     def check(target: Target) -> int:
-        check_training(config.training)
+        check_training(config.training, on_policy=config.objective.on_policy_share > 0)
         return check_draft_model(config.model, target)
 
     def preview(target: Target) -> list[str]:

@@ -28,6 +28,7 @@ from specdist.stages.release import release
 from specdist.stages.run import dtype_of, run_recipe, start
 from specdist.stages.train import train
 from specdist.target import Target
+from specdist.training.arguments import check_arguments
 from specdist.training.checkpoints import checkpoint_step
 from specdist.tree import DraftTree
 
@@ -52,6 +53,7 @@ def main() -> int:
     arguments = config.model
 
     def check(target: Target) -> int:
+        check_arguments(config.training)
         check_heads(arguments, config.evaluation, config.objective, config.target)
         if arguments.init_heads:
             starting_heads(arguments.init_heads, heads_shape(arguments, target), target)

@@ -213,20 +213,18 @@ class _ProjectedTarget:
 class TopTarget:
     """The target's K best tokens as stored, and all others as one event.
 
-    `ids` [N, K] (places among the draft's R logits; R stands for a token that it cannot propose, `partial` says that
-    there may be some), `top_logprobs` [N, K] at temperature 1, best first, `tail_mass` [N]. At a temperature T < 1 the
-    others' mass is taken at its upper bound, tail_mass · p_K^(1/T − 1), since none of them is more probable than the
-    K-th token.
+    `ids` [N, K] (places among the draft's R logits; R stands for a token that it cannot propose), `top_logprobs`
+    [N, K] at temperature 1, best first, `tail_mass` [N]. At a temperature T < 1 the others' mass is taken at its upper
+    bound, tail_mass · p_K^(1/T − 1), since none of them is more probable than the K-th token.
     """
 
     ids: Tensor
     top_logprobs: Tensor
     tail_mass: Tensor
-    partial: bool = False
     lumps_others = True
 
     def part(self, chunk: slice) -> "TargetDistributions":
-        return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk], self.partial)
+        return TopTarget(self.ids[chunk], self.top_logprobs[chunk], self.tail_mass[chunk])
 
     def logprobs(self, chunk: slice, temperature: float) -> Tensor:
         best = self.top_logprobs[chunk].float()  # [C, K]
@@ -235,8 +233,7 @@ class TopTarget:
 
     def events(self, draft_logprobs: Tensor, chunk: slice) -> Tensor:
         ids = self.ids[chunk]
-        if self.partial:
-            draft_logprobs = torch.nn.functional.pad(draft_logprobs, (0, 1), value=LOG_ZERO)
+        draft_logprobs = torch.nn.functional.pad(draft_logprobs, (0, 1), value=LOG_ZERO)  # [C, R + 1]
         others = draft_logprobs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)  # [C, 1]
         return torch.cat([draft_logprobs.gather(-1, ids), others], dim=-1)
 

@@ -1,8 +1,10 @@
 """Training a draft model: the loss is TRL's, the prompt is not learned, a mean is over tokens and not over batches."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +17,22 @@ from draft_factory import (
     TARGET,
     examples,
     make_trainer,
-    on_policy,
     states_of,
     step,
     target_output,
     with_top_tokens,
 )
-from trl import SFTTrainer
+from training_factory import sgd_settings
+from trl import SFTConfig, SFTTrainer
 from warm_process import run_ranks, run_script
 
 from specdist.dataset.features import target_states
+from specdist.errors import ConfigError
 from specdist.losses import Objective
 from specdist.target import output_projection
-from specdist.training.batches import DraftCollator, pack, schedule
-from specdist.training.on_policy import documents
+from specdist.training.arguments import settle_arguments
+from specdist.training.batches import pack, schedule
+from specdist.training.draft import check_training
 from specdist.training.target_output import TargetOutput
 
 
@@ -176,6 +180,7 @@ def test_m13_packed_documents_give_the_step_of_separate_rows(tmp_path: Path, obj
         tmp_path / "packed", rows, batch=8, objective=objective, target=target, collate={"packed": True}, max_length=24
     )
     assert sorted(packed.train_dataset["length"]) == [0] * 5 + [21, 22, 22]
+    assert packed.data_collator(list(packed.train_dataset))["input_ids"].shape == (3, 22)  # a row of each pack
     same_step(step(packed), apart)
 
 
@@ -217,6 +222,28 @@ def test_t5_padding_of_either_vocabulary_gets_no_probability(tmp_path: Path) -> 
     assert bool((padding == 3.0).all())  # and none of it was learned
 
 
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(200)], ids=["all", "reduced"])
+def test_t5_best_tokens_and_labels_in_the_padding_are_none_that_the_draft_can_propose(
+    tmp_path: Path, vocabulary: torch.Tensor | None
+) -> None:
+    """Tokenizer of 268, models with 272 rows: an id of the padding counts as one outside the draft's vocabulary."""
+    best, logprobs = [5, 270, 9], [0.5, 0.3, 0.1]
+    row = {"input_ids": [1, 2, 271, 7], "labels": [-100, -100, 271, 7], "prompt_length": 2}
+    top = {"top_ids": best * 2, "top_logprobs": [math.log(p) for p in logprobs] * 2, "tail_mass": [0.1, 0.1]}
+    draft = make_tiny_llama(272)
+    objective = Objective({"cross_entropy": 1.0, "total_variation": 1.0})
+    kept = torch.arange(268) if vocabulary is None else vocabulary
+    with torch.inference_mode():
+        ours = draft(torch.tensor([row["input_ids"]])).logits[0, 1:3, kept].log_softmax(-1)  # [2, R]
+    overlap = torch.minimum(ours[:, [5, 9]].exp(), torch.tensor([0.5, 0.1])).sum(-1)
+    expected = (-ours[1, 7] + (1 - overlap).sum()) / 2
+    rows = Dataset.from_list([row | top])
+    trainer = make_trainer(
+        tmp_path, rows, batch=1, objective=objective, collate={"top": True}, draft=draft, vocabulary=vocabulary
+    )
+    assert step(trainer)[0] == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_a_reduced_vocabulary_leaves_other_rows_as_they_were(tmp_path: Path) -> None:
     kept = torch.arange(0, 268, 2)
     draft = make_tiny_llama(268)
@@ -229,34 +256,6 @@ def test_a_reduced_vocabulary_leaves_other_rows_as_they_were(tmp_path: Path) -> 
     assert loss > 0
     assert changed[kept].all()
     assert not changed[1::2].any()
-
-
-def test_on_policy_batches_hold_the_drafts_own_answers_and_teach_no_tokens(tmp_path: Path) -> None:
-    rows, draft = examples(ROWS), make_tiny_llama(268)
-    batch = DraftCollator(rows, 0)([{"members": [i]} for i in range(4)])
-    (made,) = on_policy(1.0).rewrite(draft, [batch], step=5)
-    (again,) = on_policy(1.0).rewrite(draft, [batch], step=5)
-    assert torch.equal(made["input_ids"], again["input_ids"])  # a resumed run draws the same
-    ours, theirs = list(documents(made)), list(documents(batch))
-    assert [prompt for prompt, _ in ours] == [prompt for prompt, _ in theirs]
-    assert all(len(a) <= max(2, len(b)) for (_, a), (_, b) in zip(ours, theirs, strict=True))
-    assert ours != theirs
-    assert on_policy(0.0).rewrite(draft, [batch], step=5) == [batch]
-    packed = DraftCollator(rows, 0, packed=True)([{"members": [0, 1, 2, 3]}])
-    (packed_made,) = on_policy(1.0).rewrite(draft, [packed], step=5)
-    assert list(documents(packed_made)) == ours
-    # the labels say where to learn, not what: on the draft's own text cross-entropy is nothing
-    trainer = make_trainer(tmp_path, rows, batch=4, objective=MIXTURE, target=target_output(), on_policy=on_policy(1.0))
-    trainer.train()
-    terms = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    assert terms["loss/cross_entropy"] == 0.0
-    assert terms["loss/forward_kl"] > 0.0
-
-
-def test_the_share_of_on_policy_batches_is_as_asked() -> None:
-    draft, batch = make_tiny_llama(268), DraftCollator(examples([(3, 1)]), 0)([{"members": [0]}])
-    made = [on_policy(0.3).rewrite(draft, [batch], step)[0] for step in range(300)]
-    assert 0.2 < sum("on_policy" in b for b in made) / 300 < 0.4
 
 
 def test_t10_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
@@ -299,6 +298,30 @@ def test_a_batch_of_items_without_members_teaches_nothing(tmp_path: Path, kind: 
     assert float(loss.detach()) == 0.0
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+
+
+def test_m13_t10_what_no_trainer_honours_is_refused_before_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(**extra: Any) -> SFTConfig:
+        return SFTConfig(**sgd_settings(tmp_path, activation_checkpointing=False, **extra))
+
+    check_training(settings(), on_policy=True)
+    with pytest.raises(ConfigError, match="average_tokens_across_devices = false"):
+        check_training(settings(average_tokens_across_devices=False), on_policy=False)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    check_training(settings(), on_policy=False)
+    with pytest.raises(ConfigError, match="on_policy_share with FSDP"):
+        check_training(settings(), on_policy=True)
+
+
+def test_one_process_trains_on_one_of_several_gpus(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    settings = sgd_settings(tmp_path, activation_checkpointing=False, per_device_train_batch_size=4)
+    arguments = SFTConfig(**settings)
+    arguments._n_gpu = 2  # as where two are in sight
+    settle_arguments(arguments)
+    assert (arguments.n_gpu, arguments.train_batch_size) == (1, 4)
+    assert "accelerate launch --num_processes 2" in caplog.text
 
 
 def test_the_last_batches_are_filled_with_nothing(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_best_tokens_that_the_draft_cannot_propose_are_lost_mass() -> None:
     places = torch.full((V,), len(kept))
     places[kept] = torch.arange(len(kept))
     top = top_target(full, V - 1)
-    top = replace(top, ids=places[top.ids], partial=True)
+    top = replace(top, ids=places[top.ids])
     objective, labels = Objective({"total_variation": 1.0}, 1.0), torch.zeros(12, dtype=torch.long)
     logits = torch.randn(12, len(kept), generator=torch.Generator().manual_seed(1))
     exact = position_losses(objective, logits, labels, replace(full, vocabulary=kept), slice(None))

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, S supervised positions of the batch in row order, D hi
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ from specdist.losses import IGNORED
 class DraftCollator:
     """Makes a batch of `input_ids` and `labels` from items of `schedule`: [B, T], padded at the right.
 
-    With `packed` it is one row with `position_ids` that start anew at each document, by which attention stays inside
-    it. With `states`, the target's states go along as `target_states` [S, D]; with `top`, its best tokens as
-    `top_ids`, `top_logprobs` [S, K] and `tail_mass` [S].
+    With `packed` the documents of an item share a row, as `rows_of` has it. With `states`, the target's states go along
+    as `target_states` [S, D]; with `top`, its best tokens as `top_ids`, `top_logprobs` [S, K] and `tail_mass` [S].
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class DraftCollator:
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         members = [index for item in items for index in item["members"]]
-        rows = [self.examples[index] for index in members] or [self._nothing()]
-        batch = flattened(rows) if self.packed else padded(rows, self.pad_token_id)
+        packs = [[self.examples[index] for index in item["members"]] for item in items if item["members"]]
+        packs = packs or [[self._nothing()]]
+        batch = padded(rows_of(packs, packed=self.packed), self.pad_token_id)
         if self.states is not None:
             batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: None if members else 0]
         if self.top:
-            batch |= _top_tokens(rows)
+            batch |= _top_tokens(list(chain.from_iterable(packs)))
         return batch
 
     def _nothing(self) -> dict[str, Any]:
@@ -68,27 +69,37 @@ def schedule(examples: Dataset, capacity: int | None = None, *, multiple_of: int
     return Dataset.from_dict({"members": groups, "length": [sum(lengths[i] for i in group) for group in groups]})
 
 
-def padded(rows: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Rows of `input_ids` and `labels` side by side, padded at the right: [B, T]."""
-    length = max(len(row["input_ids"]) for row in rows)
-    input_ids, labels = torch.full((len(rows), length), pad_token_id), torch.full((len(rows), length), IGNORED)
-    for b, row in enumerate(rows):
-        size = len(row["input_ids"])
-        input_ids[b, :size] = torch.as_tensor(row["input_ids"])
-        labels[b, :size] = torch.as_tensor(row["labels"])
-    return {"input_ids": input_ids, "labels": labels}
+def rows_of(packs: Sequence[Sequence[dict[str, Any]]], *, packed: bool) -> list[dict[str, Any]]:
+    """The rows of a batch: each document by itself, or with `packed` each pack's documents one after the other.
+
+    A packed row has `position_ids` that start anew at each document, by which attention stays inside it; no document's
+    first token is a label of the one before.
+    """
+    return [_joined(pack) for pack in packs] if packed else list(chain.from_iterable(packs))
 
 
-def flattened(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rows one after the other in a single row [1, T]; no document's first token is a label of the one before."""
-    labels = [torch.as_tensor(row["labels"]).clone() for row in rows]
-    for row_labels in labels:
-        row_labels[0] = IGNORED
+def _joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "input_ids": torch.cat([torch.as_tensor(row["input_ids"]) for row in rows])[None].long(),
-        "labels": torch.cat(labels)[None].long(),
-        "position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None],
+        "input_ids": np.concatenate([document["input_ids"] for document in documents]),
+        "labels": np.concatenate([[IGNORED, *document["labels"][1:]] for document in documents]),
+        "position_ids": np.concatenate([np.arange(len(document["input_ids"])) for document in documents]),
     }
+
+
+def padded(rows: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Rows of `input_ids`, `labels` and maybe `position_ids` side by side, padded at the right: [B, T] each.
+
+    At position 0 each padding token of a packed row is a document of its own, and no position exceeds the longest
+    document's, beyond which a model may have none.
+    """
+    length = max(len(row["input_ids"]) for row in rows)
+    batch = {}
+    for name, filler in (("input_ids", pad_token_id), ("labels", IGNORED), ("position_ids", 0)):
+        if name in rows[0]:
+            batch[name] = torch.full((len(rows), length), filler)
+            for values, row in zip(batch[name], rows, strict=True):
+                values[: len(row[name])] = torch.as_tensor(row[name])
+    return batch
 
 
 def _top_tokens(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -25,10 +25,11 @@ from specdist.losses import (
     TopTarget,
 )
 from specdist.target import output_projection
+from specdist.training.arguments import check_arguments, settle_arguments
 from specdist.training.batches import DraftCollator, schedule
 from specdist.training.on_policy import OnPolicy
 from specdist.training.order import seeded_by_epoch
-from specdist.training.target_output import TargetOutput
+from specdist.training.target_output import TargetOutput, model_inputs
 
 
 def limited(projection: Projection, vocabulary: Tensor | slice) -> Projection:
@@ -59,18 +60,23 @@ class DraftTrainer(SFTTrainer):
         super().__init__(model=model, **arguments)
         self.model_accepts_loss_kwargs = True  # so that tokens are counted over processes and accumulation steps
         self.objective: Objective = objective
-        self.target, self.on_policy, self.num_tokens = target, on_policy, num_tokens
-        self.places = self._places_of(vocabulary)  # [V]: a token's place among the draft's logits, or IGNORED
+        self.target = None if target is None else target.on(self.args.device)
+        self.on_policy, self.num_tokens = on_policy, num_tokens
         self.vocabulary = vocabulary
+        self.places = self._places()
         self._sums = torch.zeros(len(objective.weights), device=self.args.device)
         self._count = torch.zeros((), device=self.args.device)
 
-    def _places_of(self, vocabulary: Tensor | None) -> Tensor | None:
-        if vocabulary is None:
-            return None
-        places = torch.full((self.num_tokens,), IGNORED)
-        places[vocabulary] = torch.arange(len(vocabulary))
+    def _places(self) -> Tensor:
+        """A token's place among the draft's R logits, R where it has none: [tokenizer's size + 1], the last for all ids
+        that pad a vocabulary."""
+        proposed = torch.arange(self.num_tokens) if self.vocabulary is None else self.vocabulary
+        places = torch.full((self.num_tokens + 1,), len(proposed))
+        places[proposed] = torch.arange(len(proposed))
         return places.to(self.args.device)
+
+    def _places_of(self, token_ids: Tensor) -> Tensor:
+        return self.places[token_ids.clamp(max=self.num_tokens)]
 
     def _tokens(self, projection: Projection) -> Projection:
         """Without what pads the vocabulary, and without tokens that the draft may not propose."""
@@ -82,7 +88,7 @@ class DraftTrainer(SFTTrainer):
         if not self.objective.needs_target:
             return None
         if "top_ids" in inputs:
-            return self._top_target(inputs)
+            return TopTarget(self._places_of(inputs["top_ids"]), inputs["top_logprobs"], inputs["tail_mass"])
         if self.target is None:
             raise ConfigError(f"objective {list(self.objective.weights)}: needs the target's distributions")
         projection = self.target.projection
@@ -91,14 +97,6 @@ class DraftTrainer(SFTTrainer):
         vocabulary = None if self.vocabulary is None else self.vocabulary.to(supervised.device)
         at = torch.nn.functional.pad(supervised, (0, 1))  # [B, T]: nothing follows the last position
         return FullTarget(self.target.states(inputs, at), projection, vocabulary)
-
-    def _top_target(self, inputs: dict[str, Tensor]) -> TopTarget:
-        ids = inputs["top_ids"]
-        if self.vocabulary is None or self.places is None:
-            return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"])
-        ids = self.places[ids]
-        ids = ids.masked_fill(ids == IGNORED, len(self.vocabulary))
-        return TopTarget(ids, inputs["top_logprobs"], inputs["tail_mass"], partial=True)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
@@ -111,21 +109,18 @@ class DraftTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The objective as a mean over the supervised tokens of all processes and accumulation steps."""
+        unwrapped = self.accelerator.unwrap_model(model)
         output = model(
-            # padded at the right: causal attention never sees it, no mask is needed
-            **{key: inputs[key] for key in ("input_ids", "position_ids") if key in inputs},
-            use_cache=False,
-            output_hidden_states=True,
-            logits_to_keep=1,
+            **model_inputs(inputs, unwrapped.config), use_cache=False, output_hidden_states=True, logits_to_keep=1
         )
         labels = inputs["labels"][:, 1:]  # position t predicts token t+1
         supervised = labels != IGNORED  # [B, T − 1]
-        hidden = output.hidden_states[-1][:, :-1][supervised]  # [S, D]
-        unwrapped = self.accelerator.unwrap_model(model)
+        states = output.hidden_states[-1].reshape(*inputs["labels"].shape, -1)  # [B, T, D]
+        hidden = states[:, :-1][supervised]  # [S, D]
         projection = self._tokens(output_projection(unwrapped, unwrapped.config))
-        tokens = labels[supervised] if self.places is None else self.places[labels[supervised]]
-        if "on_policy" in inputs:
-            tokens = torch.full_like(tokens, IGNORED)  # the draft wrote them: they are no examples
+        tokens = self._places_of(labels[supervised])
+        # What the draft cannot propose it cannot learn to say, and what it wrote itself is no example
+        tokens = tokens.masked_fill((tokens == len(projection.weight)) | ("on_policy" in inputs), IGNORED)
         with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
             distributions = self._distributions(inputs, supervised)
             total, sums = linear_objective(hidden, projection, tokens, self.objective, distributions)
@@ -143,6 +138,8 @@ class DraftTrainer(SFTTrainer):
         if self.on_policy is None or not batches:
             return batches, count
         model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PeftModel):
+            model = model.get_base_model()  # with the adapters in it; PEFT's own forward hides what the model takes
         with self.accelerator.autocast():
             batches = self.on_policy.rewrite(model, batches, self.state.global_step)
         return batches, self._get_num_items_in_batch(batches, device)
@@ -158,8 +155,9 @@ class DraftTrainer(SFTTrainer):
         super().log(logs, start_time)
 
 
-def check_training(arguments: SFTConfig) -> None:
+def check_training(arguments: SFTConfig, *, on_policy: bool) -> None:
     """Raise ConfigError on what this trainer cannot honour, before there is work to lose."""
+    check_arguments(arguments, on_policy=on_policy)
     if arguments.padding_free:
         raise ConfigError("padding_free = true: documents would attend to each other; set packing: true instead")
     if arguments.max_length is None:
@@ -187,8 +185,8 @@ def draft_trainer(
     if freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
         model.get_output_embeddings().requires_grad_(False)
+    settle_arguments(arguments, on_policy=on_policy is not None)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # token ids and labels are final
-    arguments.remove_unused_columns = False
     arguments.packing = False  # TRL's own would cut documents; ours are packed already
     return DraftTrainer(
         model,

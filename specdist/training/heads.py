@@ -26,7 +26,8 @@ from specdist.errors import ConfigError
 from specdist.fused_losses import heads_objective
 from specdist.losses import IGNORED, FullTarget, Objective, Projection, TargetDistributions
 from specdist.schema_heads import TOP
-from specdist.training.batches import flattened, padded, schedule
+from specdist.training.arguments import settle_arguments
+from specdist.training.batches import padded, rows_of, schedule
 from specdist.training.order import seeded_by_epoch
 from specdist.training.target_output import TargetOutput
 
@@ -36,8 +37,8 @@ class HeadsCollator:
     in their answers.
 
     With `states` the target's go along as `target_states` [S, D], and the target need not run. Else its `input_ids`
-    [B, T] do, with `positions` [S], the places in all rows of the states that produced the tokens. With `packed` these
-    rows are one, with `position_ids` that start anew at each document, by which attention stays inside it.
+    [B, T] do, with `positions` [S], the places of the states that produced the tokens in all rows laid end to end. With
+    `packed` the documents of an item share a row, as `batches.rows_of` has it.
     """
 
     def __init__(
@@ -46,38 +47,22 @@ class HeadsCollator:
         self.examples, self.pad_token_id, self.packed, self.states = examples, pad_token_id, packed, states
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        members = [index for item in items for index in item["members"]]
-        rows = [self.examples[index] for index in members]
-        answers = [torch.as_tensor(row["input_ids"][row["prompt_length"] :]) for row in rows]
+        packs = [[self.examples[index] for index in item["members"]] for item in items if item["members"]]
+        answers = [torch.as_tensor(row["input_ids"][row["prompt_length"] :]) for pack in packs for row in pack]
         nothing = [torch.empty(0, dtype=torch.long)]  # of items without members
         batch = {
             "labels": torch.cat(answers or nothing).long(),
             "completion_index": torch.cat([torch.arange(len(answer)) for answer in answers] or nothing),
         }
         if self.states is not None:
+            members = [index for item in items for index in item["members"]]
             batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: len(batch["labels"])]
             return batch
-        batch |= self._input(rows) if rows else {"input_ids": torch.full((1, 1), self.pad_token_id)}
-        batch["positions"] = torch.cat(
-            [
-                start + row["prompt_length"] - 1 + torch.arange(len(answer))
-                for start, row, answer in zip(self._starts(rows), rows, answers, strict=True)
-            ]
-            or nothing
-        )
-        return batch
-
-    def _input(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = flattened(rows) if self.packed else padded(rows, self.pad_token_id)
-        del batch["labels"]
-        return batch
-
-    def _starts(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Places of the documents' first tokens in all rows laid end to end."""
-        lengths = [len(row["input_ids"]) for row in rows]
-        if not self.packed:
-            return [b * max(lengths) for b in range(len(rows))]
-        return [sum(lengths[:b]) for b in range(len(rows))]
+        if not packs:
+            return batch | {"input_ids": torch.full((1, 1), self.pad_token_id), "positions": nothing[0]}
+        laid = padded(rows_of(packs, packed=self.packed), self.pad_token_id)
+        positions = (laid.pop("labels").flatten() != IGNORED).nonzero()[:, 0] - 1
+        return batch | laid | {"positions": positions}
 
 
 def head_rows(labels: Tensor, completion_index: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +85,8 @@ def following_embeddings(embed: torch.nn.Module | None, labels: Tensor, num_head
         raise ConfigError("hydra heads see the target's token embeddings: give them")
     following = torch.arange(len(labels), device=labels.device)[:, None] + torch.arange(num_heads, device=labels.device)
     with torch.no_grad():  # what lies past an answer's end is seen by no head that has a label there
-        return embed(labels[following.clamp(max=max(0, len(labels) - 1))]).float()
+        seen = embed(labels[following.clamp(max=max(0, len(labels) - 1))])
+        return seen.to(labels.device, torch.float32)
 
 
 class LossLog:
@@ -199,7 +185,7 @@ class HeadsTrainer(ProjectionsTrainer):
         self, heads: DraftHeads, *, objective: Objective, target: TargetOutput, decay: float, **arguments: Any
     ) -> None:
         super().__init__(objective, head_weights(heads.num_heads, decay), model=heads, **arguments)
-        self.target, self.shape = target, heads.shape
+        self.target, self.shape = target.on(self.args.device), heads.shape
 
     def compute_loss(
         self,
@@ -239,7 +225,7 @@ def heads_trainer(
 
     Head i weighs decay^i. `pack_tokens`: for a packed collator, the most tokens that share a row.
     """
-    arguments.remove_unused_columns = False
+    settle_arguments(arguments)
     # Every parameter gets a gradient at every step, heads' own projections from the loss: outside the module's forward,
     # where a search for unused ones would not see them
     arguments.ddp_find_unused_parameters = False

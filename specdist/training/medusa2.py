@@ -21,6 +21,7 @@ from specdist.drafters.adapter import Adapted, read_adapters
 from specdist.drafters.heads import DraftHeads
 from specdist.drafters.heads_file import CHECKPOINT_FILE
 from specdist.losses import FullTarget, Objective, TargetDistributions
+from specdist.training.arguments import settle_arguments
 from specdist.training.batches import schedule
 from specdist.training.heads import HeadsCollator, ProjectionsTrainer, following_embeddings, head_rows, head_weights
 from specdist.training.target_output import TargetOutput, final_states
@@ -153,7 +154,7 @@ def medusa2_trainer(
     `target` are the ends of the model in `joint`. Head i weighs decay^i, the target's own loss `target_loss_weight`.
     `pack_tokens`: for a packed collator, the most tokens that share a row.
     """
-    arguments.remove_unused_columns = False
+    settle_arguments(arguments)
     arguments.ddp_find_unused_parameters = False  # every parameter gets a gradient at every step (heads.py)
     return Medusa2Trainer(
         joint,

@@ -6,6 +6,7 @@ After DistillSpec (Zhou et al. 2024) and GKD (Agarwal et al. 2024): where the dr
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,26 @@ from specdist.generation.engine import Request
 from specdist.generation.hf import TransformersEngine
 from specdist.losses import IGNORED
 from specdist.schema import SamplingSpec
-from specdist.training.batches import flattened, padded
+from specdist.training.batches import padded, rows_of
+
+Document = tuple[list[int], list[int]]  # prompt and answer
 
 
-def documents(batch: dict[str, Tensor]) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and answer of every document of a batch, padded or packed."""
-    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        starts = [0]
-        if "position_ids" in batch:
-            starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            supervised = (labels[start:end] != IGNORED).nonzero()[:, 0]
-            if len(supervised):
-                first, last = start + int(supervised[0]), start + int(supervised[-1]) + 1
-                yield ids[start:first].tolist(), ids[first:last].tolist()
+def documents(batch: dict[str, Tensor]) -> list[list[Document]]:
+    """The documents of each row of a batch that has any, padded or packed."""
+    positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]))
+    rows = zip(batch["input_ids"], batch["labels"], positions, strict=True)
+    return [row for ids, labels, places in rows if (row := list(_documents(ids, labels, places)))]
+
+
+def _documents(ids: Tensor, labels: Tensor, positions: Tensor) -> Iterator[Document]:
+    """Of one row, [T] each. What is not supervised, padding among it, is none."""
+    starts = (positions == 0).nonzero()[:, 0].tolist()
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        supervised = (labels[start:end] != IGNORED).nonzero()[:, 0]
+        if len(supervised):
+            first, last = start + int(supervised[0]), start + int(supervised[-1]) + 1
+            yield ids[start:first].tolist(), ids[first:last].tolist()
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class OnPolicy:
     """Replaces a share of the batches' answers by the draft's own, sampled at `temperature`, no longer than they were.
 
     What is replaced and what is drawn follow from `seed`, the step and the row, so that a resumed run does the same.
+    A batch without documents stays as it is.
     """
 
     share: float
@@ -49,22 +57,21 @@ class OnPolicy:
 
     def rewrite(self, model: PreTrainedModel, batches: list[dict[str, Tensor]], step: int) -> list[dict[str, Any]]:
         """The batches of one step: those that are drawn hold the draft's answers, marked `on_policy`."""
-        chosen = [i for i in range(len(batches)) if random.Random(f"{self.seed}-{step}-{i}").random() < self.share]
-        rows = {i: list(documents(batches[i])) for i in chosen}
+        drawn = [i for i in range(len(batches)) if random.Random(f"{self.seed}-{step}-{i}").random() < self.share]
+        rows = {i: found for i in drawn if (found := documents(batches[i]))}
         answers = self._answers(model, rows, step)
         rewritten: list[dict[str, Any]] = list(batches)
-        for i in chosen:
-            pairs = [(prompt, answers[f"{i}-{b}"]) for b, (prompt, _) in enumerate(rows[i])]
-            rewritten[i] = self._batch(batches[i], pairs)
+        for i, packs in rows.items():
+            rewritten[i] = self._batch(batches[i], packs, (answers[f"{i}-{b}"] for b in count()))
         return rewritten
 
     def _answers(
-        self, model: PreTrainedModel, rows: dict[int, list[tuple[list[int], list[int]]]], step: int
+        self, model: PreTrainedModel, rows: dict[int, list[list[Document]]], step: int
     ) -> dict[str, list[int]]:
         requests = [
             Request(f"{i}-{b}", prompt, self._sampling(len(answer)), self._seed(step, i, b))
-            for i, documents_of_batch in rows.items()
-            for b, (prompt, answer) in enumerate(documents_of_batch)
+            for i, packs in rows.items()
+            for b, (prompt, answer) in enumerate(chain.from_iterable(packs))
         ]
         if not requests:
             return {}
@@ -91,8 +98,15 @@ class OnPolicy:
             np.random.SeedSequence([self.seed, PartialState().process_index, step, batch, row]).generate_state(1)[0]
         )
 
-    def _batch(self, original: dict[str, Tensor], rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-        examples = [{"input_ids": p + a, "labels": [IGNORED] * len(p) + a} for p, a in rows]
-        made = flattened(examples) if "position_ids" in original else padded(examples, self.pad_token_id)
+    def _batch(
+        self, original: dict[str, Tensor], packs: list[list[Document]], answers: Iterator[list[int]]
+    ) -> dict[str, Any]:
+        """`original` with other answers, taken in turn."""
+        examples = [[_example(prompt, next(answers)) for prompt, _ in pack] for pack in packs]
+        made = padded(rows_of(examples, packed="position_ids" in original), self.pad_token_id)
         device = original["input_ids"].device
         return {key: tensor.to(device) for key, tensor in made.items()} | {"on_policy": torch.tensor(True)}
+
+
+def _example(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
+    return {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}

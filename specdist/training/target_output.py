@@ -3,11 +3,11 @@
 Shapes: B rows, T tokens, S supervised positions of the batch, D hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specdist.errors import ConfigError
 from specdist.losses import Projection
@@ -16,15 +16,27 @@ MODEL_INPUTS = ("input_ids", "position_ids")
 CPU_PASS_TOKENS = 1024  # of one pass of the target on a CPU: enough for its speed, and caches hold most of it
 
 
+def model_inputs(batch: dict[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
+    """What a causal LM reads of a batch: [B, T] each.
+
+    Padding is at the right, where causal attention never sees it, so no mask is needed. Flash attention keeps packed
+    documents apart within a single row alone, so it gets all rows laid end to end: [1, B · T].
+    """
+    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
+    if "position_ids" in inputs and "flash" in str(config.get_text_config()._attn_implementation):
+        return {key: tensor.reshape(1, -1) for key, tensor in inputs.items()}
+    return inputs
+
+
 def final_states(model: PreTrainedModel, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
-    """Final states (after the norm) of a causal LM at the supervised positions of a batch: [S, D].
+    """Final states (after the norm) of a causal LM at the supervised positions of a batch: [S, D], on its device.
 
     `supervised`: a mask [B, T] of the positions whose states produced the supervised tokens, or their places [S] in all
     rows laid end to end.
     """
-    inputs = {key: batch[key] for key in MODEL_INPUTS if key in batch}
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D]
-    return hidden.flatten(0, 1)[supervised.flatten()]
+    inputs = model_inputs(batch, model.config)
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D], where the last layer is
+    return hidden.flatten(0, 1)[supervised.flatten().to(hidden.device)].to(supervised.device)
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,12 @@ class TargetOutput:
     model: PreTrainedModel | None = None
     embed: nn.Module | None = None
     sharded: bool = False
+
+    def on(self, device: torch.device) -> "TargetOutput":
+        """With the projection on `device`, where batches are: a target over several devices has its own on the last."""
+        weight, bias = self.projection.weight.to(device), self.projection.bias
+        projection = replace(self.projection, weight=weight, bias=None if bias is None else bias.to(device))
+        return replace(self, projection=projection)
 
     @torch.no_grad()
     def states(self, batch: dict[str, Tensor], supervised: Tensor) -> Tensor:
