@@ -32,6 +32,7 @@ def _with_completion(row: DistillRow, result: DecodeResult) -> DistillRow:
     return DistillRow(**{**vars(row), "completion_ids": result.completion_ids, "finish_reason": result.finish_reason})
 
 
+@torch.inference_mode()
 def first_divergence(
     model: PreTrainedModel, row: DistillRow, expected: Sequence[int], got: Sequence[int]
 ) -> Divergence | None:
