@@ -115,8 +115,7 @@ class Measurement:
         accept = self._accept(prompt, result)
         row = text_row(prompt.id, prompt.domain, prompt.token_ids, result.completion_ids, self.sampling)
         replayed = replay_rows([row], [accept], length)[0]
-        steps = [(s.start, min(s.drafted, size - s.start), min(s.accepted, size - s.start)) for s in result.steps]
-        same = not self.sampling.is_greedy or steps == greedy_steps(accept, size, length)
+        same = not self.sampling.is_greedy or result.steps_in_text() == greedy_steps(accept, size, length)
         counts = result.counts(prompt.id, prompt.domain, length)
         return {"counts": counts.to_json(), "replayed": replayed.to_json(), "same": same}
 

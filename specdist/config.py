@@ -281,10 +281,10 @@ class EvaluationArguments:
             "0 is off. Each checkpoint is measured as it is saved, so save_steps is how often."
         },
     )
-    certify_prompts: int = field(default=50, metadata={"help": "Prompts on which the real decoder certifies replay."})
+    certify_prompts: int = field(default=50, metadata={"help": "Answers on which the real decoder certifies replay."})
     certify_sampled_prompts: int = field(default=50, metadata={"help": "The same, for sampled decoding."})
     certify_max_new_tokens: int = field(default=32, metadata={"help": "Tokens of each, cut from the evaluation text."})
-    speed_prompts: int = field(default=8, metadata={"help": "Prompts that are timed; 0 leaves timing out."})
+    speed_prompts: int = field(default=8, metadata={"help": "Answers that are timed, 2 or more; 0 leaves timing out."})
     speed_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4], metadata={"help": "Draft lengths timed."})
     speed_repeats: int = field(default=2, metadata={"help": "How often each prompt is timed, in turn."})
     speed_batch_sizes: list[int] = field(
@@ -297,6 +297,15 @@ class EvaluationArguments:
         check_range("evaluation", "certify_prompts", self.certify_prompts, 1, 100_000)
         check_range("evaluation", "certify_sampled_prompts", self.certify_sampled_prompts, 1, 100_000)
         check_range("evaluation", "certify_max_new_tokens", self.certify_max_new_tokens, 2, 100_000)
+        if self.speed_prompts != 0 and not 2 <= self.speed_prompts <= 100_000:
+            raise ConfigError(
+                f"evaluation.speed_prompts = {self.speed_prompts}: expected 0 (no timing), or 2 to 100000, since the "
+                "interval is over prompts"
+            )
+        if not self.speed_lengths:
+            raise ConfigError("evaluation.speed_lengths []: expected one length or more, such as [1, 2, 4]")
+        for length in self.speed_lengths:
+            check_range("evaluation", "speed_lengths", length, 1, MAX_SPECULATIVE_TOKENS)
         check_range("evaluation", "speed_repeats", self.speed_repeats, 1, 1_000)
         if not self.speed_batch_sizes:
             raise ConfigError("evaluation.speed_batch_sizes []: expected one size or more, such as [1, 8]")

@@ -233,7 +233,7 @@ def _fidelity_check(report: EvalReport) -> GateCheck:
     real = [d for d in f.divergences if not d.near_tie or f.dtype == "float32"]
     share, counted = f.num_identical / f.num_prompts, f.num_identical + len(f.divergences) == f.num_prompts
     if not counted:
-        reason = f"{f.num_identical} identical, {len(f.divergences)} divergent, yet {f.num_prompts} prompts: incomplete"
+        reason = f"{f.num_identical} identical, {len(f.divergences)} divergent, yet {f.num_prompts} outputs: incomplete"
     elif real:
         d = real[0]
         reason = (

@@ -235,7 +235,9 @@ def _speed_check(report: EvalReport, policy: GatePolicy, batch_size: int) -> Gat
     speed = next((speed for speed in report.speeds if speed.batch_size == batch_size), None)
     chains = [p for p in speed.points if p.num_tree_nodes is None] if speed else []
     point = next((p for p in chains if p.num_speculative_tokens == report.num_speculative_tokens), None)
-    low, high = point.speedup_interval if point and len(point.speedup_interval) == 2 else (0.0, math.inf)
+    # The interval is over prompts: of one prompt it has no width, which is no certainty
+    known = point and speed and speed.num_prompts > 1 and len(point.speedup_interval) == 2
+    low, high = point.speedup_interval if point and known else (0.0, math.inf)
     measured = f"{point.speedup:.2f} times the target alone ({low:.2f} to {high:.2f})" if point else "not measured"
     reason = f"{measured} at γ={report.num_speculative_tokens}, batch size {batch_size}"
     name = f"speedup:batch_{batch_size}"

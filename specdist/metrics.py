@@ -153,7 +153,10 @@ def bootstrap_gain_ratios(
 def bootstrap_rate_ratios(
     pairs: Sequence[Sequence[float]], *, draws: int = BOOTSTRAP_DRAWS, seed: int = 0
 ) -> np.ndarray:
-    """Ratio of two rates of sums over resampled pairs [tokens, seconds, other tokens, other seconds]. [draws]"""
+    """Ratio of two rates of sums over resampled prompts: [draws].
+
+    A row of `pairs` holds [tokens, seconds, other tokens, other seconds] of one prompt, all its repeats together.
+    """
     sums = resampled_sums(np.array(pairs, dtype=np.float64), draws, seed)
     return sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
 

@@ -77,6 +77,27 @@ def replay(accept: Tensor, lengths: Tensor, num_speculative_tokens: int) -> tupl
     return drafts, drafted, accepted
 
 
+def draw_counts(
+    accept: Tensor, length: int, num_speculative_tokens: int, draws: int, generator: torch.Generator
+) -> Tensor:
+    """Counters of `draws` decodings that would all have written this text: [draws, 2], float64.
+
+    `accept` [L, ≥ γ] as in `replay`. A row holds num_accepted_tokens and num_drafts: one walk of the chain whose
+    expectations `replay` gives, so these are all that a right decoder can count, as often as it would.
+    """
+    offsets = torch.arange(num_speculative_tokens)
+    inside = torch.arange(len(accept))[:, None] + offsets < length  # [L, γ]
+    # P(at least j + 1 drafts of a block at s are accepted)
+    survival = (accept[:, :num_speculative_tokens].clamp(min=0).double() * inside).cumprod(dim=-1)  # [L, γ]
+    start, counts = torch.ones(draws, dtype=torch.long), torch.zeros(draws, 2, dtype=torch.float64)
+    while bool((going := start < length).any()):
+        uniforms = torch.rand(draws, 1, generator=generator, dtype=torch.float64)
+        run = (uniforms < survival[start.clamp(max=length - 1)]).sum(dim=-1) * going  # [draws]
+        counts += torch.stack([run, going], dim=-1)
+        start += run + 1
+    return counts
+
+
 def greedy_steps(accept: Tensor, length: int, num_speculative_tokens: int) -> list[tuple[int, int, int]]:
     """The verify steps of greedy decoding over one text: (start, tokens drafted, tokens accepted) of each.
 

@@ -218,8 +218,8 @@ class Certification(Record):
     """Replay against the real decoder on the same prompts, at one setting and draft length, or a tree's depth.
 
     Greedy: `passed` iff every verify step of every prompt accepted the same count. Sampled: `passed` iff the decoder's
-    mean accepted length lies in `replay_interval`, which is that of the difference-free null: the 99 % interval of
-    replay's mean over texts of the target.
+    mean accepted length lies in `replay_interval`, which holds 99 % of what draws of the replayed probabilities give on
+    the very texts that the decoder wrote (in older reports a bootstrap interval over these prompts).
     """
 
     setting: str
@@ -245,7 +245,10 @@ class Divergence(Record):
 
 @dataclass(frozen=True)
 class Fidelity(Record):
-    """Greedy speculative output against the target's own, token by token."""
+    """Greedy speculative output against the target's own, token by token.
+
+    `num_prompts` counts outputs: one for each answered turn, and anew for each way to draft (a chain, a tree).
+    """
 
     dtype: str
     num_prompts: int
@@ -268,7 +271,12 @@ class Fidelity(Record):
 
 @dataclass(frozen=True)
 class SpeedPoint(Record):
-    """Measured wall clock at one draft length (a tree's depth); output tokens per second, 95 % interval of repeats."""
+    """Measured wall clock at one draft length (a tree's depth); output tokens per second.
+
+    `speedup_interval`: 95 % bootstrap interval over prompts, each with all its repeats. In older reports each repeat
+    counts as a prompt of its own, so that more of them make it narrower, and `mean_accepted_length` may hold what was
+    accepted past a text's end.
+    """
 
     num_speculative_tokens: int
     tokens_per_second: float

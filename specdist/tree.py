@@ -7,7 +7,7 @@ after the best of head 0. Nodes are sorted by depth, then by path, so that paren
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -102,12 +102,32 @@ def block_attention(parents: Tensor) -> Tensor:
     """Which tokens of a block see which, for the newest token and N nodes after it: [N] → [N + 1, N + 1], bool.
 
     Each sees itself and those above it (SpecInfer's topology-aware mask, Miao et al. 2024, section 4). `parents`: −1
-    stands for the newest token. The sum of a row less one is the depth.
+    stands for the newest token. The sum of a row less one is the depth. On the CPU, and made once for each tree: not to
+    be written to.
     """
-    above = torch.nn.functional.pad(parents + 1, (1, 0))  # [N + 1]; the newest token is above itself
-    token = seen = torch.arange(len(above))
-    visible = torch.eye(len(above), dtype=torch.bool)
-    while bool(seen.any()):
-        seen = above[seen]
-        visible[token, seen] = True
+    return _block_attention(tuple(parents.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _block_attention(parents: tuple[int, ...]) -> Tensor:
+    visible = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):  # parents stand before their children
+        visible[node + 1] |= visible[parent + 1]
     return visible
+
+
+@lru_cache(maxsize=64)
+def children(parents: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Numbers of the children of the newest token and of each node, in order, −1 where it has fewer: [N + 1, most].
+
+    Also the most that one of a level has, from the newest token's on. Made once for each tree: not to be written to.
+    """
+    below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        below[parent + 1].append(node)
+    most, level = [], [0]
+    while any(below[place] for place in level):
+        most.append(max(len(below[place]) for place in level))
+        level = [node + 1 for place in level for node in below[place]]
+    widest = max(most, default=0)
+    return torch.tensor([nodes + [-1] * (widest - len(nodes)) for nodes in below]), tuple(most)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdist.errors import ConfigError
 from specdist.schema import SamplingSpec
-from specdist.tree import block_attention
+from specdist.tree import block_attention, children
 
 _NUCLEUS_SIZE = 128  # tokens that are looked at first for top-p: enough for nearly every row
 _TINY = torch.finfo(torch.float32).tiny  # divides in place of an empty sum, whose quotient is not used
@@ -187,7 +187,7 @@ def tree_sample(
 
 def _descend(draft_ids: Tensor, parents: Tensor, target_token: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """From the newest token to the child that is the target's token there, and on. `target_token`: nodes [B] → [B]."""
-    node = torch.full_like(draft_ids[:, 0], -1)
+    node, parents = torch.full_like(draft_ids[:, 0], -1), parents.to(draft_ids.device)
     token = target_token(node)
     while True:
         hit = (parents == node[:, None]) & (draft_ids == token[:, None])  # [B, N]
@@ -213,22 +213,34 @@ def tree_rejection_sample(
     residual distribution to the next (multi-step speculative sampling in SpecInfer, Miao et al. 2024, section 4.3;
     without replacement it is the recursive rejection sampling of Jeon et al. 2024).
     """
+    rows, (table, most) = torch.arange(len(draft_ids), device=logits.device), children(tuple(parents.tolist()))
     at = torch.full_like(draft_ids[:, 0], -1)  # [B], the node that each row has come to
     probs = served_probs(logits[:, 0], sampling)  # [B, V], what its next token is to be distributed as
-    for node, parent in enumerate(parents.tolist()):
-        rows = (at == parent).nonzero()[:, 0]
-        if not len(rows):
-            continue
-        drafts, drawn_from, wanted = draft_ids[rows, node], draft_probs[rows, node], probs[rows]
-        ids = drafts.clamp(min=0)[:, None]
-        chance = wanted.gather(-1, ids)[:, 0].masked_fill(drafts < 0, 0.0)
-        accepts = uniforms[rows, node] * drawn_from.gather(-1, ids)[:, 0] < chance
-        gone, here = rows[~accepts], rows[accepts]
-        rejected = _drawn_from(drafts, drawn_from, wanted)[~accepts]
-        probs[gone] = residual_distribution(wanted[~accepts], rejected)
-        probs[here] = served_probs(logits[here, node + 1], sampling)
-        at[here] = node
+    going, table = torch.ones_like(rows, dtype=torch.bool), table.to(logits.device)
+    # Level by level, and there one sibling after the other: all rows alike, since asking which are left is a wait
+    for count in most:
+        left, below = going, table[at + 1]  # [B], [B, most]
+        for place in range(count):
+            node = below[:, place]
+            tried, at_node = left & (node >= 0), node.clamp(min=0)
+            accepts, residual = _accept_or_rest(
+                draft_ids[rows, at_node], draft_probs[rows, at_node], probs, uniforms[rows, at_node]
+            )
+            probs = torch.where((tried & ~accepts)[:, None], residual, probs)
+            at, left = torch.where(tried & accepts, node, at), left & ~(tried & accepts)
+        going = going & ~left
+        probs = torch.where(going[:, None], served_probs(logits[rows, at + 1], sampling), probs)
     return at, draw(probs, uniforms[:, -1])
+
+
+def _accept_or_rest(
+    drafts: Tensor, drawn_from: Tensor, target_probs: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether drafts [B] are accepted, and the residual distribution [B, V] where they are not."""
+    ids = drafts.clamp(min=0)[:, None]
+    chance = target_probs.gather(-1, ids)[:, 0].masked_fill(drafts < 0, 0.0)
+    accepts = uniforms * drawn_from.gather(-1, ids)[:, 0] < chance
+    return accepts, residual_distribution(target_probs, _drawn_from(drafts, drawn_from, target_probs))
 
 
 @dataclass(frozen=True)
@@ -253,12 +265,15 @@ def typical_accept(
     from the target (Cai et al. 2024, section 2.3.1). The output is not distributed as the target's. Shapes as
     `tree_sample`.
     """
-    rows, above = torch.arange(len(draft_ids), device=logits.device)[:, None], parents + 1  # [B, 1], [N]
+    rows, above = (
+        torch.arange(len(draft_ids), device=logits.device)[:, None],
+        (parents + 1).to(logits.device),
+    )  # [B, 1], [N]
     probs = served_probs(logits, sampling)  # [B, N + 1, V]
     entropy = torch.special.entr(probs).sum(dim=-1)  # [B, N + 1], nats
     threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)[:, above]  # [B, N]
     chance = probs[rows, above, draft_ids.clamp(min=0)].masked_fill(draft_ids < 0, 0.0)  # [B, N]
-    lineage = block_attention(parents.cpu())[1:, 1:].to(logits.device)  # [N, N], itself and the nodes above it
+    lineage = block_attention(parents)[1:, 1:].to(logits.device)  # [N, N], itself and the nodes above it
     accepted = ((chance > threshold)[:, None] | ~lineage).all(dim=-1)  # [B, N]
     joint = torch.where(lineage, chance[:, None], 1.0).prod(dim=-1)  # [B, N], at most 1: it decides among equal depths
     score = torch.where(accepted, lineage.sum(dim=-1) + joint, -1.0)
@@ -284,11 +299,12 @@ def verify(
     """Verify blocks by the lossless rule that fits them, or by typical acceptance where its thresholds are given.
 
     `logits` [B, N + 1, V]: the target's after the newest token and after each draft; `draft_ids` [B, N], N ≥ 0;
-    `draft_probs` [B, N, V], None for deterministic drafts; `parents` [N], None for a chain. Greedy sampling does not
-    look at `uniforms`. Returns (last accepted draft [B], −1 for none; the target's token after it [B]).
+    `draft_probs` [B, N, V], None for deterministic drafts; `parents` [N], None for a chain, best on the CPU, where
+    nothing waits for them. Greedy sampling does not look at `uniforms`. Returns (last accepted draft [B], −1 for none;
+    the target's token after it [B]).
     """
     if typical is not None and draft_ids.shape[1]:
-        nodes = torch.arange(-1, draft_ids.shape[1] - 1, device=logits.device) if parents is None else parents
+        nodes = torch.arange(-1, draft_ids.shape[1] - 1) if parents is None else parents
         return typical_accept(draft_ids, nodes, logits, sampling, uniforms, typical)
     if parents is not None:
         if sampling.is_greedy:

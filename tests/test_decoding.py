@@ -153,7 +153,8 @@ def test_e1_eos_inside_an_accepted_block_ends_the_output_and_e10_the_limit_is_ex
     assert sum(num_accepted for _, num_accepted in told) == result.counts("p", "d", 5).num_accepted_tokens
     assert result.finish_reason == "stop"
     counts = result.counts("p", "d", 5)
-    assert counts.num_draft_tokens == counts.num_accepted_tokens + (len(result.steps) - 1) * 0
+    assert counts.num_draft_tokens == counts.num_accepted_tokens == sum(step.accepted for step in result.steps)
+    assert result.steps[-1].start + result.steps[-1].drafted > end, "the last block must go on past the end"
     limited = decode(target, prompt, SamplingSpec(max_new_tokens=7), [], drafter=drafter, num_speculative_tokens=4)
     assert limited.completion_ids == text[:7]
     assert limited.finish_reason == "length"

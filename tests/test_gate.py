@@ -496,6 +496,12 @@ def test_asked_speed_that_was_not_measured_holds(good: EvalReport) -> None:
     assert judge(replace(good, speed=None), min_speedup=1.0).verdict == "hold"
 
 
+def test_an_interval_of_one_prompt_is_no_certainty(good: EvalReport) -> None:
+    assert good.speed is not None
+    one = replace(good, speed=replace(good.speed, num_prompts=1))
+    assert judge(one, min_speedup=1.05).verdict == "hold"
+
+
 def test_speed_is_asked_at_every_batch_size_of_the_policy(good: EvalReport) -> None:
     decision = judge(good, min_speedup=1.05, speed_batch_sizes=(1, 8))
     assert decision.verdict == "hold"

@@ -49,8 +49,7 @@ def test_e5_e8_lookup_is_greedy_identical_and_replay_counts_what_was_proposed(ga
     for text, result in zip(own.texts, fast, strict=True):
         length = len(text.row.completion_ids)
         accept = scorer.accept(text, sampling)["greedy"]
-        steps = [(s.start, min(s.drafted, length - s.start), min(s.accepted, length - s.start)) for s in result.steps]
-        assert steps == greedy_steps(accept, length, gamma)
+        assert result.steps_in_text() == greedy_steps(accept, length, gamma)
     counted = [r.counts(f"p{i:03d}", "chat", gamma) for i, r in enumerate(fast) if len(r.completion_ids) > 1]
     assert replay_counts(scorer, own, [gamma])["greedy", gamma] == counted
     assert sum(c.num_accepted_tokens for c in counted) > 10

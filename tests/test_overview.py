@@ -25,8 +25,14 @@ def timed(name: str, *points: SpeedPoint, kind: str = "draft_model", cost: float
     return Judged(name, make_report(drafter_kind=kind, speed=speed, **changes))
 
 
-def point(speedup: float, gamma: int = 3, nodes: int | None = None) -> SpeedPoint:
-    return SpeedPoint(gamma, 25.0 * speedup, speedup, [speedup - 0.04, speedup + 0.04], 1.8, speedup, nodes)
+def point(speedup: float, gamma: int = 3, nodes: int | None = None, length: float = 1.8) -> SpeedPoint:
+    return SpeedPoint(gamma, 25.0 * speedup, speedup, [speedup - 0.04, speedup + 0.04], length, speedup, nodes)
+
+
+def elsewhere(drafter: Judged, **changes) -> Judged:
+    """The same, timed at other conditions."""
+    assert drafter.report.speed is not None
+    return replace(drafter, report=replace(drafter.report, speed=replace(drafter.report.speed, **changes)))
 
 
 def rejected(drafter: Judged) -> Judged:
@@ -65,10 +71,38 @@ def test_trees_and_hydra_come_with_the_best_that_vllm_serves() -> None:
     assert "nothing was timed" in recommendation([hydra])[-1]
 
 
-def test_the_drafter_that_accepts_most_is_named_with_what_it_costs() -> None:
-    costly = timed("costly", point(0.9), cost=0.55, strength=1.3)
-    said = recommendation([costly, timed("cheap", point(1.3))])
-    assert any(s.startswith("costly accepts more") and "costs 0.55 of a step" in s for s in said)
+def test_the_drafter_that_accepts_most_is_named_with_what_its_steps_took() -> None:
+    costly = timed("costly", point(0.9, length=2.25), cost=0.55)
+    said = recommendation([costly, timed("cheap", point(1.2))])
+    assert said[2] == (
+        "costly with γ=3 accepts more (2.25 tokens per step against 1.80), but a step with it took about as long as "
+        "the target alone needs for 2.50 tokens, against 1.50."
+    )
+
+
+def test_the_winners_tree_is_compared_and_not_its_chain() -> None:
+    """The tree that would be served accepts most of all, so nothing accepts more."""
+    medusa = timed("medusa", point(1.4, length=2.0), point(1.9, nodes=32, length=2.6), kind="medusa")
+    said = recommendation([medusa, timed("draft", point(1.6, length=2.2), strength=1.3)])
+    assert said[0].startswith("Serve medusa with a tree of 32 nodes.")
+    assert not any("accepts more" in s for s in said)
+
+
+def test_drafters_are_ranked_at_a_batch_size_that_they_have_in_common() -> None:
+    one, large = timed("one", point(1.9)), elsewhere(timed("large", point(2.5)), batch_size=32)
+    said = recommendation([large, one])
+    assert said[0].startswith("Serve one with γ=3. On AMD EPYC 7R13, 2 cores, bfloat16, batch size 1, it")
+    assert said[1:] == ["Not timed at batch size 1, so not ranked with the others: large."]
+    both = replace(one, report=replace(one.report, batch_speeds=[replace(one.report.speed, batch_size=32)]))
+    said = recommendation([both, large])
+    assert said[0].startswith("Serve large with γ=3. On AMD EPYC 7R13, 2 cores, bfloat16, batch size 32, it")
+    assert said[1].startswith("Next is one with γ=3 at 1.90 times")
+
+
+def test_beyond_chance_is_said_only_of_what_was_timed_at_one_place() -> None:
+    said = recommendation([timed("one", point(1.4)), elsewhere(timed("two", point(1.1)), hardware="another")])
+    assert said[1].endswith("timed elsewhere, so their order says little.")
+    assert said[-1].startswith("They were not all timed on the same hardware")
 
 
 def test_without_speed_no_claim_of_speed_is_made() -> None:

@@ -133,7 +133,7 @@ def test_a_drafter_that_is_left_out_for_some_steps_goes_on_as_if_it_had_not_been
         accept = make_scorer(drafter, target).accept(text, GREEDY)["greedy"]
         for step in result.steps:
             run = int(accept[step.start, : step.drafted].cumprod(dim=0).sum())
-            assert min(step.accepted, len(result.completion_ids) - step.start) == run
+            assert step.accepted == run
             accepted += run
     assert accepted > 2
 

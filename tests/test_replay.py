@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from specdist.replay import chain_accept, greedy_steps, replay
+from specdist.replay import chain_accept, draw_counts, greedy_steps, replay
 
 
 def brute_force(accept: torch.Tensor, length: int, gamma: int) -> tuple[float, float, list[float]]:
@@ -39,6 +39,28 @@ def test_replay_equals_enumeration(length: int, gamma: int) -> None:
     assert drafts.item() == pytest.approx(expected[0])
     assert drafted.item() == pytest.approx(expected[1])
     assert accepted[0].tolist() == pytest.approx(expected[2])
+
+
+@pytest.mark.parametrize(("length", "gamma"), [(2, 2), (7, 1), (7, 3)])
+def test_drawn_counts_are_spread_as_enumeration_says(length: int, gamma: int) -> None:
+    accept = torch.rand(length + 2, gamma, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    accept[length - 1] = -1.0  # nothing is drafted there
+    drawn = draw_counts(accept, length, gamma, 100_000, torch.Generator().manual_seed(0))
+    pairs: dict[tuple[int, int], float] = {}
+    pending = [(1, 0, 0, 1.0)]
+    while pending:
+        start, accepted, drafts, weight = pending.pop()
+        if start >= length:
+            pairs[accepted, drafts] = pairs.get((accepted, drafts), 0.0) + weight
+            continue
+        chances = accept[start, : length - start].clamp(min=0).tolist()
+        for run in range(len(chances) + 1):
+            pending.append((start + run + 1, accepted + run, drafts + 1, weight * (1 - ([*chances, 0.0])[run])))
+            weight *= ([*chances, 0.0])[run]
+    assert {(int(a), int(d)) for a, d in drawn.unique(dim=0).tolist()} <= {pair for pair in pairs if pairs[pair] > 0}
+    for pair, probability in pairs.items():
+        share = (drawn == torch.tensor(pair)).all(dim=-1).double().mean().item()
+        assert share == pytest.approx(probability, abs=0.006)
 
 
 def test_texts_of_unequal_length_do_not_disturb_each_other() -> None:

@@ -17,7 +17,7 @@ from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.report import read_report, summary_table, write_report
 from specdist.evaluation.summary import gain_over_untrained, sentences
 from specdist.gate import GatePolicy, decide
-from specdist.schema import EvalReport, Fidelity, GateCheck, GateDecision
+from specdist.schema import Certification, EvalReport, Fidelity, GateCheck, GateDecision
 
 GAMMAS = (1, 2, 3, 4, 5)
 VOID = {"meta", "img", "br", "hr"}
@@ -254,6 +254,15 @@ def test_a_tree_is_named_as_such_and_is_no_draft_length(report: EvalReport, tmp_
     assert "with a tree of 16 nodes, the best of 3 measured" in " ".join(sentences(with_tree))
     pictures = [[p.svg for p in draw_pictures(r)] for r in (with_tree, replace(report, speed=speed))]
     assert pictures[0] == pictures[1]
+
+
+def test_only_of_greedy_certificates_differing_prompts_are_told(report: EvalReport) -> None:
+    sampled = Certification("t0.8", 4, 50, 2.0, 2.5, [1.9, 2.1], [], False)
+    greedy = replace(sampled, setting="greedy", mismatched_prompts=["code-00"])
+    text = render_page(replace(report, certifications=[sampled]))
+    assert "not confirmed" in text
+    assert "differ)" not in text
+    assert "not confirmed (1 prompt differs)" in render_page(replace(report, certifications=[greedy]))
 
 
 def test_speed_at_several_batch_sizes_has_a_table_each_and_a_picture(report: EvalReport, tmp_path: Path) -> None:

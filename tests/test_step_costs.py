@@ -72,7 +72,7 @@ def test_curves_that_are_known_are_not_measured_again_and_heads_draft_no_more_th
         HeadsDrafter(on_target), trees=[HeadsDrafter(on_target, tree)], lengths=(1, 99), verify=COSTS.verify
     )
     assert costs.verify == COSTS.verify
-    assert [(c.kind, c.num_tokens) for c in costs.draft] == [("chain", 1), ("tree", 3)]
+    assert [(c.kind, c.num_tokens) for c in costs.draft] == [("chain", 1), ("chain", heads.num_heads), ("tree", 3)]
     assert costs.memory.drafter_weights == sum(p.nbytes for p in heads.parameters())
     assert costs.memory.drafter_cache_per_token == 0
 

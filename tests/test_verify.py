@@ -5,8 +5,12 @@ That the rules are lossless in distribution is shown in test_lossless.py.
 
 import pytest
 import torch
+from conftest import make_tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from specdist.drafters.base import DecodeContext
+from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.errors import ConfigError
 from specdist.schema import SamplingSpec
 from specdist.tree import DraftTree
@@ -178,3 +182,38 @@ def test_tree_match_of_a_chain_is_greedy_match() -> None:
     accepted, expected = greedy_match(draft, target)
     assert torch.equal(last + 1, accepted)
     assert torch.equal(following, expected)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a number that is asked for, and places that are looked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_drawn_tree_is_verified_without_a_wait_for_each_node() -> None:
+    tree = DraftTree.of([[i] for i in range(8)] + [[i, j] for i in range(8) for j in range(7)], 2)
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(3, 64, 16, generator=generator).softmax(-1)
+    ids = draw(probs, uniform_numbers((3, 64), generator))
+    logits, uniforms = torch.randn(3, 65, 16, generator=generator), uniform_numbers((3, 65), generator)
+    with Waits() as waits:
+        last, _ = verify(logits, ids, probs, torch.tensor(tree.parents), SamplingSpec(1.0), uniforms)
+    assert waits.count == 0
+    assert (last >= 0).any()
+
+
+def test_a_draft_model_drafts_a_block_without_a_wait_for_each_token() -> None:
+    drafter = DraftModelDrafter(make_tiny_llama(20), 20)
+    for sampling in (None, SamplingSpec(0.8)):
+        counts = []
+        for length in (2, 6):
+            drafter.reset()
+            with Waits() as waits:
+                context = DecodeContext([3, 4], sampling, torch.Generator().manual_seed(0))
+                assert len(drafter.propose(context, length).token_ids) == length
+            counts.append(waits.count)
+        assert counts[0] == counts[1]

@@ -18,7 +18,10 @@ OnStep = Callable[[list[int], int], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One verify step: the block's start in the completion, tokens drafted, tokens accepted (bonus excluded)."""
+    """One verify step: the block's start in the completion, tokens drafted, tokens accepted (bonus excluded).
+
+    What lies past the text's end was drafted, which took its time, but is not accepted.
+    """
 
     start: int
     drafted: int
@@ -51,13 +54,16 @@ class DecodeResult:
     def seconds(self) -> float:
         return self.prefill_seconds + self.draft_seconds + self.verify_seconds
 
+    def steps_in_text(self) -> list[tuple[int, int, int]]:
+        """(start, tokens drafted, tokens accepted) of each step, up to the text's end, as `replay.greedy_steps`."""
+        length = len(self.completion_ids)
+        return [(step.start, min(step.drafted, length - step.start), step.accepted) for step in self.steps]
+
     def counts(self, prompt_id: str, domain: str, num_speculative_tokens: int) -> PromptCounts:
         """The counters of this text. What was drafted past its end does not count (replay.py, last paragraph)."""
-        length = len(self.completion_ids)
-        drafted = [min(step.drafted, length - step.start) for step in self.steps]
-        accepted = [min(step.accepted, length - step.start) for step in self.steps]
-        at_position = [float(sum(a > i for a in accepted)) for i in range(num_speculative_tokens)]
-        return PromptCounts(prompt_id, domain, float(len(self.steps)), float(sum(drafted)), at_position)
+        drafted = sum(of_step for _, of_step, _ in self.steps_in_text())
+        at_position = [float(sum(s.accepted > i for s in self.steps)) for i in range(num_speculative_tokens)]
+        return PromptCounts(prompt_id, domain, float(len(self.steps)), float(drafted), at_position)
 
     def draft_lengths(self) -> dict[int, int]:
         """How many steps drafted so many tokens (of a tree: levels), by number; 0 where the target went on alone."""
@@ -127,12 +133,14 @@ class Text:
 
     def take(self, verified: Verified, began: float, drafted: float) -> None:
         """Take what a verify step adds, as far as the text goes on. The clock's times: it began, it had drafted."""
-        step = Step(self.num_new, verified.num_levels, verified.num_accepted)
-        fresh = self._append(verified.token_ids[: self.limit - self.num_new])
+        start = self.num_new
+        fresh = self._append(verified.token_ids[: self.limit - start])
         done = clock()
-        self.result.add(step, drafted - began, done - drafted)
-        self.policy.update(Block(step.drafted, step.accepted, done - began))
-        self._tell(fresh, min(step.accepted, len(fresh)))
+        accepted = min(verified.num_accepted, len(fresh))
+        self.result.add(Step(start, verified.num_levels, accepted), drafted - began, done - drafted)
+        # Where a text ends says nothing of how well it was drafted: the policy learns of the whole block
+        self.policy.update(Block(verified.num_levels, verified.num_accepted, done - began))
+        self._tell(fresh, accepted)
 
     def _append(self, token_ids: list[int]) -> list[int]:
         """Add tokens up to the first that ends the text; gives those."""

@@ -4,7 +4,7 @@ It runs over rows of text, which accept and end each for itself; one text is a b
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter as clock
 
 import torch
@@ -175,10 +175,12 @@ def _run(texts: list[Text], target: TargetRows, drafter: BatchDrafter | None) ->
 
 
 def _propose(drafter: BatchDrafter | None, texts: list[Text], verified: list[Verified]) -> Sequence[Proposal]:
-    """A block for each text, of none without a drafter."""
+    """A block for each text, of none without a drafter; its tokens on the host, so that what drafting took is known."""
     if drafter is None:
         return [NO_DRAFT] * len(texts)
     most = [text.draft_length() for text in texts]
     if drafter.max_draft_tokens:
         most = [min(length, drafter.max_draft_tokens) for length in most]
-    return drafter.propose_rows([text.context for text in texts], [step.newest_hidden for step in verified], most)
+    hidden = [step.newest_hidden for step in verified]
+    blocks = drafter.propose_rows([text.context for text in texts], hidden, most)
+    return [replace(block, token_ids=block.token_ids.cpu()) for block in blocks]

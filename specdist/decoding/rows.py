@@ -61,7 +61,7 @@ class Rule:
             logits,
             ids,
             probs,
-            None if parents is None else parents.to(logits.device),
+            parents,
             self.sampling,
             self._uniforms(proposals, generators).to(logits.device),
             self.typical,

@@ -143,9 +143,8 @@ class DraftModelDrafter:
     def reset(self) -> None:
         self.cache = new_cache(self.model)
 
-    def _logits(self, token_ids: list[int]) -> Tensor:
-        """Next-token logits [1, R] after feeding what the cache does not hold yet."""
-        fresh = torch.tensor([token_ids[self.cache.get_seq_length() :]], device=self.model.device)
+    def _logits(self, fresh: Tensor) -> Tensor:
+        """Next-token logits [1, R] after feeding the tokens [1, T] that the cache does not hold yet."""
         inputs = chain_inputs(self.model, self.cache, fresh.shape[1])
         cache = {cache_argument(self.model): self.cache, "use_cache": True}
         output = self.model(input_ids=fresh, **inputs, **cache, logits_to_keep=1)
@@ -153,10 +152,12 @@ class DraftModelDrafter:
 
     @torch.inference_mode()
     def propose(self, context: DecodeContext, max_tokens: int) -> Proposal:
-        tokens, blocks = list(context.token_ids), Blocks([context], [max_tokens])
+        fresh = torch.tensor([context.token_ids[self.cache.get_seq_length() :]], device=self.model.device)  # [1, T]
+        drafts, blocks = [], Blocks([context], [max_tokens])
         while blocks.drafting:
-            tokens.append(int(self.vocabulary.ids[blocks.draw(self._logits(tokens))]))
-        return block_proposal(tokens[len(context.token_ids) :], blocks.probs(0), self.vocabulary)
+            drafts.append(self.vocabulary.ids[blocks.draw(self._logits(fresh))])  # [1], stays on the device
+            fresh = drafts[-1][None]
+        return block_proposal(torch.cat(drafts), blocks.probs(0), self.vocabulary)
 
     def commit(self, num_committed: int, target_hidden: Tensor) -> None:
         # The newest token has not been fed. The last draft never was either, so there may be nothing to cut.

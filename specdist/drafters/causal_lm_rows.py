@@ -16,9 +16,9 @@ from specdist.in_place import InPlaceBatch
 from specdist.tree import DraftTree
 
 
-def block_proposal(token_ids: list[int], probs: Tensor | None, vocabulary: DraftVocabulary) -> Proposal:
+def block_proposal(token_ids: Tensor, probs: Tensor | None, vocabulary: DraftVocabulary) -> Proposal:
     """A chain of `token_ids` [N], drawn from `probs` [N, R] or None, over the target's vocabulary."""
-    return Proposal(torch.tensor(token_ids, dtype=torch.long), None if probs is None else vocabulary.spread(probs))
+    return Proposal(token_ids, None if probs is None else vocabulary.spread(probs))
 
 
 class DraftModelRows:
@@ -46,7 +46,9 @@ class DraftModelRows:
             for row, token in zip(rows, ids.tolist(), strict=True):
                 texts[row].append(token)
         return [
-            block_proposal(text[len(context.token_ids) :], blocks.probs(row), self.vocabulary)
+            block_proposal(
+                torch.tensor(text[len(context.token_ids) :], dtype=torch.long), blocks.probs(row), self.vocabulary
+            )
             for row, (text, context) in enumerate(zip(texts, contexts, strict=True))
         ]
 

@@ -33,6 +33,8 @@ from specdist.verify import served_logprobs
 
 logger = logging.getLogger(__name__)
 
+NOTHING_DRAFTED = "no evaluation text has two tokens or more, so nothing can be drafted: check the target"
+
 
 @dataclass(frozen=True)
 class EvalText:
@@ -58,12 +60,17 @@ class EvalSet:
         return ["greedy"] if self.sampling.is_greedy else ["greedy", "probabilistic"]
 
     def truncated(self, num_texts: int, max_new_tokens: int) -> "EvalSet":
-        """The first texts, cut as if the token limit had been lower, spread evenly over the whole set."""
-        stride = max(1, len(self.texts) // num_texts)
+        """Some texts, spread evenly over those that have drafts, cut as if the token limit had been lower."""
+        texts = self.drafted()
+        stride = max(1, len(texts) // num_texts)
         return EvalSet(
             SamplingSpec(**{**vars(self.sampling), "max_new_tokens": max_new_tokens}),
-            [_truncate(text, max_new_tokens) for text in self.texts[::stride][:num_texts]],
+            [_truncate(text, max_new_tokens) for text in texts[::stride][:num_texts]],
         )
+
+    def drafted(self) -> list[EvalText]:
+        """The texts of two tokens or more: of one token the prefill wrote all, and nothing is ever drafted."""
+        return [text for text in self.texts if len(text.row.completion_ids) > 1]
 
 
 def _truncate(text: EvalText, limit: int) -> EvalText:
@@ -256,9 +263,7 @@ def replay_counts(
 ) -> dict[tuple[str, int], list[PromptCounts]]:
     """Counters of every text by (draft sample method, draft length); the texts are shared out over the processes."""
     state = PartialState()
-    # Of a text of one token the prefill wrote all: nothing is ever drafted
-    drafted = [text for text in eval_set.texts if len(text.row.completion_ids) > 1]
-    mine = drafted[state.process_index :: state.num_processes]
+    mine = eval_set.drafted()[state.process_index :: state.num_processes]
     accepts: dict[str, list[Tensor]] = {}
     for text in track(mine, len(mine), what, logger):
         for method, accept in scorer.accept(text, eval_set.sampling).items():
@@ -288,7 +293,7 @@ def evaluate(scorer: Scorer, eval_set: EvalSet, lengths: Sequence[int], what: st
     reachable = [n for n in lengths if n <= scorer.max_speculative_tokens]
     table = replay_counts(scorer, eval_set, reachable, what)
     if not table:
-        raise ConfigError("no evaluation text has two tokens or more, so nothing can be drafted: check the target")
+        raise ConfigError(NOTHING_DRAFTED)
     return [
         metrics.acceptance_result(
             prompts,

@@ -1,8 +1,9 @@
 """Owns the certificate of every report: the real decoder on a subset, held against replay and the target's own text.
 
 Greedy: each verify step must equal replay's, and each output the target's. Sampled: replay the very texts the decoder
-wrote; given a text the acceptances are independent draws, so the decoder's mean accepted length must lie within the
-bootstrap interval of the paired difference. Of a tree the scorer is a TreeScorer, and what counts are its levels.
+wrote; given these the acceptances are independent draws of known probabilities, so the decoder's mean accepted length
+must be one that such draws give, on however few prompts. Of a tree the scorer is a TreeScorer, and what counts are its
+levels.
 """
 
 import logging
@@ -14,9 +15,10 @@ from transformers import PreTrainedModel
 from specdist import metrics
 from specdist.decoding.loop import DecodeResult, decode
 from specdist.drafters.base import Drafter
-from specdist.evaluation.acceptance import EvalSet, Scorer, replay_rows, setting_name, target_pass
+from specdist.errors import ConfigError
+from specdist.evaluation.acceptance import NOTHING_DRAFTED, EvalSet, Scorer, replay_rows, setting_name, target_pass
 from specdist.progress import track
-from specdist.replay import greedy_steps
+from specdist.replay import draw_counts, greedy_steps
 from specdist.schema import Certification, DistillRow, Divergence, Fidelity, PromptCounts
 from specdist.target import forward_block
 
@@ -30,6 +32,7 @@ def _with_completion(row: DistillRow, result: DecodeResult) -> DistillRow:
     return DistillRow(**{**vars(row), "completion_ids": result.completion_ids, "finish_reason": result.finish_reason})
 
 
+@torch.inference_mode()
 def first_divergence(
     model: PreTrainedModel, row: DistillRow, expected: Sequence[int], got: Sequence[int]
 ) -> Divergence | None:
@@ -53,7 +56,10 @@ def certify_greedy(
     num_speculative_tokens: int,
     eos_token_ids: list[int],
 ) -> tuple[Certification, Fidelity]:
-    """Decode every text of a greedy `eval_set` speculatively; compare steps with replay and tokens with the target."""
+    """Decode every text of a greedy `eval_set` speculatively; compare steps with replay and tokens with the target.
+
+    Raises ConfigError where no text has two tokens.
+    """
     gamma, mismatched, divergences = num_speculative_tokens, [], []
     replayed: list[PromptCounts] = []
     decoded: list[PromptCounts] = []
@@ -72,21 +78,22 @@ def certify_greedy(
                     divergences.append(parting)
             accept = scorer.accept(text, eval_set.sampling)["greedy"]
         length = len(row.completion_ids)
-        steps = [(s.start, min(s.drafted, length - s.start), min(s.accepted, length - s.start)) for s in result.steps]
-        if steps != greedy_steps(accept, length, gamma):
+        if result.steps_in_text() != greedy_steps(accept, length, gamma):
             mismatched.append(row.prompt_id)
         if length > 1:
             replayed += replay_rows([row], [accept], gamma)
             decoded.append(result.counts(row.prompt_id, row.domain, gamma))
+    if not replayed:
+        raise ConfigError(NOTHING_DRAFTED)
     mean = metrics.pooled_length(replayed)
     certification = Certification(
         setting=setting_name(eval_set.sampling, "greedy"),
         num_speculative_tokens=gamma,
-        num_prompts=len(eval_set.texts),
+        num_prompts=len({text.row.prompt_id for text in eval_set.texts}),
         replay_mean_accepted_length=mean,
         decoder_mean_accepted_length=metrics.pooled_length(decoded),
         replay_interval=[mean, mean],
-        mismatched_prompts=mismatched,
+        mismatched_prompts=list(dict.fromkeys(mismatched)),
         passed=not mismatched,
         num_tree_nodes=drafter.tree.num_nodes if drafter.tree else None,
     )
@@ -105,11 +112,14 @@ def certify_sampled(
 ) -> Certification:
     """Decode the prompts of a sampled `eval_set` speculatively and replay what was written.
 
-    `draft_sample_method` None stands for probabilistic, and for greedy where the drafter has a tree.
+    `draft_sample_method` None stands for probabilistic, and for greedy where the drafter has a tree. Raises ConfigError
+    where the decoder wrote no text of two tokens.
     """
     gamma, method = num_speculative_tokens, draft_sample_method or ("greedy" if drafter.tree else "probabilistic")
     replayed: list[PromptCounts] = []
     decoded: list[PromptCounts] = []
+    drawn = torch.zeros(metrics.BOOTSTRAP_DRAWS, 2, dtype=torch.float64)  # accepted, drafts of all texts together
+    draws = torch.Generator().manual_seed(0)
     for text in track(eval_set.texts, len(eval_set.texts), "certifying, sampled", logger):
         row = text.row
         with torch.inference_mode():
@@ -129,16 +139,18 @@ def certify_sampled(
             accept = scorer.accept(own, eval_set.sampling)[method]
         replayed += replay_rows([own.row], [accept], gamma)
         decoded.append(result.counts(row.prompt_id, row.domain, gamma))
-    mean, real = metrics.pooled_length(replayed), metrics.pooled_length(decoded)
-    spread = metrics.bootstrap_length_differences(decoded, replayed) - (real - mean)
-    low, high = metrics.interval(spread, _CONFIDENCE)
+        drawn += draw_counts(accept, len(own.row.completion_ids), gamma, len(drawn), draws)
+    if not decoded:
+        raise ConfigError(NOTHING_DRAFTED)
+    real = metrics.pooled_length(decoded)
+    low, high = metrics.interval((1.0 + drawn[:, 0] / drawn[:, 1]).numpy(), _CONFIDENCE)
     return Certification(
         setting=setting_name(eval_set.sampling, method),
         num_speculative_tokens=gamma,
-        num_prompts=len(decoded),
-        replay_mean_accepted_length=mean,
+        num_prompts=len({counts.prompt_id for counts in decoded}),
+        replay_mean_accepted_length=metrics.pooled_length(replayed),
         decoder_mean_accepted_length=real,
-        replay_interval=[mean + low, mean + high],
+        replay_interval=[low, high],
         mismatched_prompts=[],
-        passed=bool(mean + low <= real <= mean + high),
+        passed=low <= real <= high,
     )

@@ -64,7 +64,7 @@ def _step_seconds(model: PreTrainedModel, drafter: Drafter, token_ids: Sequence[
     def run(tokens: int) -> None:
         if tokens == 0:
             drafter.commit(CONTEXT_TOKENS, context.hidden[0])  # takes the newest token back out of the cache
-            drafter.propose(state, 1)
+            drafter.propose(state, 1).token_ids.tolist()  # waits for the device
         else:
             context.verify(tokens)
 

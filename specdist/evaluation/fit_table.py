@@ -156,6 +156,6 @@ def comparison_lines(fit: Fit, report: EvalReport, speed: Speed, prompt_ids: set
         numbers = (drafted, tau, point.mean_accepted_length, tau / cost, point.speedup)
         cells.append([str(gamma), *(f"{value:.2f}" for value in numbers), f"{low:.2f} to {high:.2f}"])
     return [
-        f"predicted and measured speed-up, {speed.num_prompts} answers of the evaluation, each {speed.repeats} times",
+        f"predicted and measured speed-up, {speed.num_prompts} prompts of the evaluation, each {speed.repeats} times",
         *aligned(cells),
     ]

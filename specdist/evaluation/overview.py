@@ -1,10 +1,14 @@
-"""Owns what is said of several drafters together: which of them to serve, and why."""
+"""Owns what is said of several drafters together: which of them to serve, and why.
 
-from collections.abc import Sequence
+They are ranked by what was timed at one batch size, which is said; those that were not timed at it are left out.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdist.evaluation.summary import best_speed, drafted
-from specdist.schema import EvalReport, GateDecision, SpeedPoint
+from specdist.evaluation.summary import drafted
+from specdist.schema import EvalReport, GateDecision, Speed, SpeedPoint
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,42 @@ class Judged:
         return self.report.primary.summary.mean_accepted_length if self.report.primary else None
 
     @property
+    def batch_sizes(self) -> set[int]:
+        """The batch sizes that it was timed at."""
+        return {speed.batch_size for speed in self.report.speeds if speed.points}
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A drafter with what was timed at the batch size that all are ranked at, and its fastest point there."""
+
+    drafter: Judged
+    speed: Speed
+    point: SpeedPoint
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.speed.hardware, self.speed.dtype
+
+    @property
     def in_engines(self) -> SpeedPoint | None:
         """Its fastest measured shape of those that vLLM serves: chains of draft models and Medusa heads."""
-        if self.report.drafter_kind == "hydra" or self.report.speed is None:
+        if self.drafter.report.drafter_kind == "hydra":
             return None
-        chains = [point for point in self.report.speed.points if point.num_tree_nodes is None]
-        return max(chains, key=lambda point: point.speedup, default=None)
+        return max((p for p in self.speed.points if p.num_tree_nodes is None), key=_speedup, default=None)
+
+
+def _speedup(point: SpeedPoint) -> float:
+    return point.speedup
+
+
+def _ranked(able: Sequence[Judged]) -> list[_Timed]:
+    """Those timed at the batch size that most were timed at, of several such the smallest; the fastest first."""
+    sizes = Counter(size for drafter in able for size in drafter.batch_sizes)
+    common = max(sizes, key=lambda size: (sizes[size], -size), default=None)
+    speeds = [(d, speed) for d in able for speed in d.report.speeds if speed.points and speed.batch_size == common]
+    timed = [_Timed(drafter, speed, max(speed.points, key=_speedup)) for drafter, speed in speeds]
+    return sorted(timed, key=lambda one: -one.point.speedup)
 
 
 def obstacle(drafters: Sequence[Judged]) -> str | None:
@@ -56,11 +90,10 @@ def recommendation(drafters: Sequence[Judged]) -> list[str]:
     able = [drafter for drafter in drafters if drafter.may_serve]
     if not able:
         return ["None of them may serve: each was rejected, or its report may not be judged."]
-    timed = sorted(((d, point) for d in able if (point := best_speed(d.report))), key=lambda pair: -pair[1].speedup)
-    if not timed:
+    if not (timed := _ranked(able)):
         return _by_length(able)
-    found = [_winner(*timed[0]), *_runner_up(timed), *_longest(able, timed[0][0]), *_engines(able, *timed[0])]
-    return found + _left_out(drafters, able, [d for d, _ in timed])
+    found = [_winner(timed[0]), *_runner_up(timed), *_longest(timed), *_engines(timed)]
+    return found + _left_out(drafters, able, timed)
 
 
 def _drafted(point: SpeedPoint) -> str:
@@ -72,44 +105,50 @@ def _times(point: SpeedPoint) -> str:
     return f"{point.speedup:.2f} times the speed of the target alone (95 % interval {low:.2f} to {high:.2f})"
 
 
-def _winner(best: Judged, point: SpeedPoint) -> str:
-    speed = best.report.speed
-    place = f"On {speed.hardware}, {speed.dtype}, batch size {speed.batch_size}," if speed else ""
+def _winner(best: _Timed) -> str:
+    name, point = best.drafter.name, best.point
+    place = f"On {best.speed.hardware}, {best.speed.dtype}, batch size {best.speed.batch_size},"
     if point.speedup_interval[0] > 1.0:
-        return f"Serve {best.name} with {_drafted(point)}. {place} it was measured at {_times(point)}."
+        return f"Serve {name} with {_drafted(point)}. {place} it was measured at {_times(point)}."
     return (
-        f"Serve the target without a drafter. {place} the fastest, {best.name} with {_drafted(point)}, was measured at "
+        f"Serve the target without a drafter. {place} the fastest, {name} with {_drafted(point)}, was measured at "
         f"{_times(point)}: a gain that chance could make, or none."
     )
 
 
-def _runner_up(timed: Sequence[tuple[Judged, SpeedPoint]]) -> list[str]:
+def _runner_up(timed: Sequence[_Timed]) -> list[str]:
     if len(timed) < 2:
         return []
-    (_, first), (second, other) = timed[:2]
-    apart = other.speedup_interval[1] < first.speedup_interval[0]
-    words = "the difference is beyond chance" if apart else "the intervals overlap, so their order may be chance"
-    return [f"Next is {second.name} with {_drafted(other)} at {other.speedup:.2f} times: {words}."]
+    first, second = timed[:2]
+    words = "the intervals overlap, so their order may be chance"
+    if first.place != second.place:
+        words = "timed elsewhere, so their order says little"
+    elif second.point.speedup_interval[1] < first.point.speedup_interval[0]:
+        words = "the difference is beyond chance"
+    point = second.point
+    return [f"Next is {second.drafter.name} with {_drafted(point)} at {point.speedup:.2f} times: {words}."]
 
 
-def _longest(able: Sequence[Judged], winner: Judged) -> list[str]:
-    """Why the drafter that accepts most is not the fastest, where that is so."""
-    longest = max(able, key=lambda d: d.length or 0.0)
-    speed = longest.report.speed
-    if longest is winner or speed is None or longest.length is None or longest.length <= (winner.length or 0.0):
+def _longest(timed: Sequence[_Timed]) -> list[str]:
+    """That the shape that accepts most is not the fastest, where that is so, and how long its steps took."""
+    winner, longest = timed[0], max(timed, key=lambda one: one.point.mean_accepted_length)
+    if longest.point.mean_accepted_length <= winner.point.mean_accepted_length:
         return []
+    lengths = [one.point.mean_accepted_length for one in (longest, winner)]
+    steps = [one.point.mean_accepted_length / one.point.speedup for one in (longest, winner)]
     return [
-        f"{longest.name} accepts more ({longest.length:.2f} tokens per step of the target against "
-        f"{winner.length or 1.0:.2f}), but drafting one token costs {speed.draft_cost_ratio:.2f} of a step with it, "
-        "which is more than that gains."
+        f"{longest.drafter.name} with {_drafted(longest.point)} accepts more ({lengths[0]:.2f} tokens per step against "
+        f"{lengths[1]:.2f}), but a step with it took about as long as the target alone needs for {steps[0]:.2f} "
+        f"tokens, against {steps[1]:.2f}."
     ]
 
 
-def _engines(able: Sequence[Judged], winner: Judged, point: SpeedPoint) -> list[str]:
-    if point == winner.in_engines:
+def _engines(timed: Sequence[_Timed]) -> list[str]:
+    winner = timed[0]
+    if winner.point == winner.in_engines:
         return []
-    served = [(d, chain) for d in able if (chain := d.in_engines)]
-    here = "Hydra heads" if winner.report.drafter_kind == "hydra" else "Draft trees"
+    served = [(one.drafter, chain) for one in timed if (chain := one.in_engines)]
+    here = "Hydra heads" if winner.drafter.report.drafter_kind == "hydra" else "Draft trees"
     if not served:
         return [f"{here} run in specdist's own decoder; of what vLLM serves nothing was timed."]
     best, chain = max(served, key=lambda pair: pair[1].speedup)
@@ -119,14 +158,20 @@ def _engines(able: Sequence[Judged], winner: Judged, point: SpeedPoint) -> list[
     ]
 
 
-def _left_out(drafters: Sequence[Judged], able: Sequence[Judged], timed: Sequence[Judged]) -> list[str]:
+def _left_out(drafters: Sequence[Judged], able: Sequence[Judged], timed: Sequence[_Timed]) -> list[str]:
+    size = timed[0].speed.batch_size
+
+    def names(wanted: Callable[[Judged], bool]) -> str:
+        return ", ".join(drafter.name for drafter in drafters if wanted(drafter))
+
     said = []
-    if rejected := [d.name for d in drafters if d not in able]:
-        said.append(f"Not considered, since the gate or the report itself speaks against it: {', '.join(rejected)}.")
-    if untimed := [d.name for d in able if d not in timed]:
-        said.append(f"Not timed, so its speed is not known: {', '.join(untimed)}.")
-    hardware = {(d.report.speed.hardware, d.report.speed.dtype) for d in timed if d.report.speed}
-    if len(hardware) > 1:
+    if rejected := names(lambda d: d not in able):
+        said.append(f"Not considered, since the gate or the report itself speaks against it: {rejected}.")
+    if untimed := names(lambda d: d in able and not d.batch_sizes):
+        said.append(f"Not timed, so its speed is not known: {untimed}.")
+    if elsewhere := names(lambda d: d in able and bool(d.batch_sizes) and size not in d.batch_sizes):
+        said.append(f"Not timed at batch size {size}, so not ranked with the others: {elsewhere}.")
+    if len({one.place for one in timed}) > 1:
         said.append("They were not all timed on the same hardware in the same dtype, so repeat that before you decide.")
     return said
 

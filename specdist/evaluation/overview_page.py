@@ -11,7 +11,17 @@ from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained
 from specdist.metrics import by_context
 from specdist.schema import AcceptanceSummary
 
-_SPEED_HEAD = ["drafter", "fastest with", "speed", "95 % interval", "tokens per second", "alone", "draft cost", "gate"]
+_SPEED_HEAD = [
+    "drafter",
+    "fastest with",
+    "batch size",
+    "speed",
+    "95 % interval",
+    "tokens per second",
+    "alone",
+    "draft cost",
+    "gate",
+]
 _ACCEPTANCE_HEAD = ["drafter", "kind", "parameters", "γ", "τ", "95 % interval", "accepted", "gain of training"]
 
 
@@ -44,14 +54,14 @@ def _speeds(drafters: Sequence[Judged]) -> str:
     rows = []
     for drafter in drafters:
         speed, best = drafter.report.speed, best_speed(drafter.report)
-        cells = ["not timed", "-", "-", "-", "-", "-"]
+        cells = ["not timed", *"------"]
         if speed is not None and best is not None:
             rates = [f"{best.tokens_per_second:.1f}", f"{speed.target_tokens_per_second:.1f}"]
             ratio = [f"{best.speedup:.3f}", bounds(best.speedup_interval, 3)]
-            cells = [drafted(best), *ratio, *rates, f"{speed.draft_cost_ratio:.3f}"]
+            cells = [drafted(best), str(speed.batch_size), *ratio, *rates, f"{speed.draft_cost_ratio:.3f}"]
         rows.append([drafter.name, *cells, drafter.verdict])
     note = '<p class="soft">Speed is over the target alone, timed beside it; draft cost in steps of the target.</p>'
-    return table("Speed of each", _SPEED_HEAD, rows, text=(0, 1, 7)) + note
+    return table("Speed of each", _SPEED_HEAD, rows, text=(0, 1, 8)) + note
 
 
 def _acceptances(drafters: Sequence[Judged]) -> str:

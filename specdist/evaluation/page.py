@@ -10,7 +10,15 @@ from specdist.evaluation.page_parts import bounds, bullets, document, figures, s
 from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.summary import best_speed, drafted, gain_over_untrained, mispredicted, sentences
 from specdist.metrics import by_context
-from specdist.schema import AcceptanceResult, AcceptanceSummary, EvalReport, GateDecision, Speed, SpeedPoint
+from specdist.schema import (
+    AcceptanceResult,
+    AcceptanceSummary,
+    Certification,
+    EvalReport,
+    GateDecision,
+    Speed,
+    SpeedPoint,
+)
 
 _KINDS = {"draft_model": "Draft model", "medusa": "Medusa heads", "hydra": "Hydra heads"}
 
@@ -25,7 +33,7 @@ _WORDS = {
     "Speed": "measured wall clock over that of the target alone, on the same prompts and hardware. "
     "Predicted: τ / (γ · draft cost + verify cost), costs measured in steps of the target.",
     "Draft cost": "time to draft one token, in steps of the target.",
-    "95 % interval": "where the number lies in 95 % of resamplings of the prompts (speed: of the repeats).",
+    "95 % interval": "where the number lies in 95 % of resamplings of the prompts, each with all its repeats.",
     "Setting": "greedy: the target takes its likeliest token. t0.8: it samples at temperature 0.8, and so does the "
     "drafter; with -greedy-drafts the drafter takes its likeliest token.",
     "Untrained": "the same drafter before training, measured in the same way.",
@@ -234,6 +242,12 @@ def _speed_table(speed: Speed, best: SpeedPoint | None) -> str:
     return f'{rates}{surprises}<p class="soft">{escape(facts)}.</p>'
 
 
+def _differing(certification: Certification) -> str:
+    """Of a greedy certification: a sampled one has no steps that must be equal."""
+    count = len(certification.mismatched_prompts)
+    return f" ({count} prompt{'s' * (count > 1)} differ{'s' * (count == 1)})" if count else ""
+
+
 def _trust_tables(report: EvalReport) -> str:
     rows = [
         [
@@ -243,7 +257,7 @@ def _trust_tables(report: EvalReport) -> str:
             f"{c.replay_mean_accepted_length:.4f}",
             f"{c.decoder_mean_accepted_length:.4f}",
             bounds(c.replay_interval, 4),
-            "confirmed" if c.passed else f"not confirmed ({len(c.mismatched_prompts)} prompts differ)",
+            "confirmed" if c.passed else "not confirmed" + _differing(c),
         ]
         for c in report.certifications
     ]

@@ -116,22 +116,28 @@ def draw_overview(drafters: Sequence[Judged]) -> list[Picture]:
 
 
 def _speeds(drafters: Sequence[Judged]) -> Picture | None:
-    timed = [(d.name, point) for d in drafters if (point := best_speed(d.report))]
+    timed = [(d, point) for d in drafters if (point := best_speed(d.report))]
     if not timed:
         return None
     rows = list(range(len(timed)))[::-1]  # the first on top
     values = [point.speedup for _, point in timed]
+    sizes = {d.name: d.report.speed.batch_size for d, _ in timed if d.report.speed}
+    shapes = [
+        drafted(point) + (f", batch size {sizes[d.name]}" if len(set(sizes.values())) > 1 else "") for d, point in timed
+    ]
 
     def draw(axes: Any) -> None:
         errors = distances(values, [point.speedup_interval for _, point in timed])
         draw_points(axes, values, rows, "fastest measured", xerr=errors, linestyle="none")
         draw_baseline(axes.axvline)
-        axes.set_yticks(rows, [f"{name[-28:]}, {drafted(point)}" for name, point in timed])
+        axes.set_yticks(rows, [f"{d.name[-28:]}, {shape}" for (d, _), shape in zip(timed, shapes, strict=True)])
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("speed (target alone = 1)")
 
-    said = ", ".join(f"{name} {point.speedup:.2f} with {drafted(point)}" for name, point in timed)
+    said = ", ".join(
+        f"{d.name} {point.speedup:.2f} with {shape}" for (d, point), shape in zip(timed, shapes, strict=True)
+    )
     return Picture("Measured speed", f"Speed over the target alone: {said}.", draw, height=1.9 + 0.36 * len(rows))
 
 

@@ -20,7 +20,7 @@ from specdist.decoding.loop import DecodeResult, decode
 from specdist.drafters.base import DecodeContext, Drafter
 from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.drafters.heads_drafter import HeadsDrafter
-from specdist.evaluation.speed import hardware_name
+from specdist.evaluation.speed import hardware_name, reachable_lengths
 from specdist.evaluation.verify_cost import (
     CONTEXT_TOKENS,
     CachedContext,
@@ -83,9 +83,8 @@ def _draft_costs(
     """Drafting of each block beside a step of the target."""
     context = CachedContext(model, passages(token_ids, 1, 1))
     state = DecodeContext(context.context[0].tolist(), None, torch.Generator())
-    longest = drafter.max_draft_tokens
     works: list[tuple[Drafter | None, int]] = [(None, 1)]
-    works += [(drafter, n) for n in lengths if longest is None or n <= longest]
+    works += [(drafter, n) for n in reachable_lengths(drafter, lengths)]
     works += [(tree, tree.tree.depth) for tree in trees if tree.tree]
 
     def run(number: int) -> None:
