@@ -51,6 +51,7 @@ def test_d6_training_sees_the_generated_ids_and_not_a_second_tokenisation(tmp_pa
     (merged,) = TOKENIZER("th")["input_ids"]
     assert TOKENIZER.decode(letters) == TOKENIZER.decode([merged]) == "th"
     assert examples(tmp_path, [row([7, 8], [*letters, EOS], "stop")], max_length=16)[0] == {
+        "id": f"{0:016x}",
         "input_ids": [7, 8, *letters, EOS],
         "labels": [-100, -100, *letters, EOS],
         "prompt_length": 2,

@@ -54,9 +54,13 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
 def _resume(
     run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, float]]
 ) -> tuple[Path | None, dict[str, float]]:
-    """The checkpoint to go on from, and what was measured of it; what was recorded after it is dropped."""
+    """The checkpoint to go on from, and what was measured of it; what was recorded after it is dropped.
+
+    Raises ArtifactError where checkpoints are there, but none from which training goes on exactly.
+    """
     values: dict[str, float] = {}
-    checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
+    with run.state.main_process_first():  # which removes what cannot be resumed
+        checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
     if run.is_main:
         forget_after(run, checkpoint_step(checkpoint) if checkpoint else 0)
     run.state.wait_for_everyone()

@@ -18,7 +18,8 @@ from specdist.losses import IGNORED
 
 
 class DraftCollator:
-    """Makes a batch of `input_ids` and `labels` from items of `schedule`: [B, T], padded at the right.
+    """Makes a batch of `input_ids` and `labels` from items of `schedule`: [B, T], padded at the right; with the items'
+    `members`.
 
     With `packed` it is one row with `position_ids` that start anew at each document, by which attention stays inside
     it. With `states`, the target's states go along as `target_states` [S, D]; with `top`, its best tokens as
@@ -41,6 +42,7 @@ class DraftCollator:
         members = [index for item in items for index in item["members"]]
         rows = [self.examples[index] for index in members] or [self._nothing()]
         batch = flattened(rows) if self.packed else padded(rows, self.pad_token_id)
+        batch["members"] = torch.tensor(members, dtype=torch.long)
         if self.states is not None:
             batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: None if members else 0]
         if self.top:
