@@ -102,6 +102,12 @@ def is_stalled(lower_bounds: dict[int, float], patience: int) -> bool:
     return sum(step > best for step in lower_bounds) >= patience
 
 
+def is_last(checkpoint: Path) -> bool:
+    """Whether training was at its end there: the trainer, resumed at its last step, would take one more."""
+    state = provenance.read_json(checkpoint / "trainer_state.json")
+    return bool(state["global_step"] >= state["max_steps"])
+
+
 def rotate(directory: Path, lower_bounds: dict[int, float], limit: int | None) -> None:
     """Delete the oldest complete checkpoints over `limit`, but never the best nor the newest, so two may stay.
 

@@ -65,7 +65,7 @@ class DraftTrainer(SFTTrainer):
         self.vocabulary = vocabulary
         self._sums = torch.zeros(len(objective.weights), device=self.args.device)
         self._count = torch.zeros((), device=self.args.device)
-        self.watch = StepWatch(list(objective.weights), self.data_collator.examples)
+        self.watch = StepWatch(list(objective.weights), arguments["data_collator"].examples)
         self.add_callback(self.watch)
 
     def _places_of(self, vocabulary: Tensor | None) -> Tensor | None:

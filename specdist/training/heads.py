@@ -143,7 +143,7 @@ class ProjectionsTrainer(Trainer):
         self.objective: Objective = objective
         self.projection_weights = list(weights.values())
         self.losses = LossLog(list(weights), objective, self.args.device)
-        self.watch = StepWatch(list(weights), self.data_collator.examples)
+        self.watch = StepWatch(list(weights), arguments["data_collator"].examples)
         self.add_callback(self.watch)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
