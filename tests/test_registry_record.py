@@ -191,7 +191,7 @@ def test_g7_a_metric_that_is_logged_twice_at_one_step_is_harmless(
     mlflow = importlib.import_module("mlflow")
     run_id = mlflow.active_run().info.run_id
     mlflow.end_run()
-    history = mlflow.MlflowClient(f"sqlite:///{database}").get_metric_history(run_id, *acceptance)
+    history = mlflow.MlflowClient(f"sqlite:///{database}").get_metric_history(run_id, next(iter(acceptance)))
     assert {(metric.step, metric.value) for metric in history} == {(1, 1.5)}
     assert len(metrics.keep_until(1)) == 4, "loss, twice the acceptance, the trainer's summary"
 

@@ -151,11 +151,13 @@ def test_l1_what_was_asked_of_a_launcher_is_read_from_its_command_line(
     command: list[str], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    launcher = subprocess.Popen([sys.executable, "-c", "input()", *command], stdin=subprocess.PIPE)
-    try:
-        assert asked_processes(launcher.pid) == asked
-    finally:
+    code = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen([*code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()  # it runs, under the name that it has from now on
+        found = asked_processes(launcher.pid)
         launcher.communicate(b"\n")
+    assert found == asked
 
 
 def test_l4_acceptance_on_a_cpu_is_not_measured_in_float16(
