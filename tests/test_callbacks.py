@@ -189,6 +189,22 @@ def test_t4_a_gradient_that_is_not_finite_stops_training_while_losses_are(tmp_pa
     assert not complete_checkpoints(tmp_path / "checkpoints")
 
 
+def test_t4_an_overflow_that_fp16_scales_down_is_no_fault_and_a_loss_is(tmp_path: Path) -> None:
+    trainer, metrics = make_trainer(tmp_path), MetricsFile(tmp_path / "metrics.jsonl")
+    trainer.args.fp16 = True  # set late: this machine has no device on which the trainer would take it
+    trainer.watch.begin([{"members": torch.tensor([3, 1])}])
+    trainer.watch.add_losses(torch.tensor(2.0), torch.tensor([1.5, 0.5]))
+    trainer.watch.end(trainer, torch.tensor(math.inf))
+    trainer.watch.check()
+    metrics.on_log(trainer.args, trainer.state, trainer.control, {"loss": 2.0, "grad_norm": math.inf})
+    assert [{**line, "time": 0} for line in logged(tmp_path)] == [{"step": 0, "time": 0, "loss": 2.0}]
+    trainer.watch.begin([{"members": torch.tensor([3, 1])}])
+    trainer.watch.add_losses(torch.tensor(math.inf), torch.tensor([1.5, math.inf]))
+    trainer.watch.end(trainer, torch.tensor(math.inf))
+    with pytest.raises(NotFinite, match=r"^step 1: loss, head_1 of the rows row-3, row-1: not finite"):
+        trainer.watch.check()
+
+
 def test_t4_weights_that_are_not_finite_never_make_a_complete_checkpoint(tmp_path: Path) -> None:
     """Loss and gradient of the only step are finite; its update is not."""
     trainer = make_trainer(tmp_path, **SELDOM | {"learning_rate": math.inf, "max_steps": 1})

@@ -152,7 +152,7 @@ class DraftTrainer(SFTTrainer):
             batches = self.on_policy.rewrite(model, batches, self.state.global_step)
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         return self.watch.end(self, super()._get_grad_norm(model, grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specdist.errors import SpecdistError
@@ -61,11 +62,12 @@ class StepWatch(TrainerCallback):
         """The loss of the step's next batch, and its parts [P]."""
         self._losses.append(torch.isfinite(torch.cat([loss[None], parts]).detach()))
 
-    def end(self, trainer: Trainer, gradient_norm: Tensor | float) -> Tensor | float:
-        """The trainer's current step ends, with this norm, which is returned."""
-        finite = torch.isfinite(torch.as_tensor(gradient_norm, device=self._losses[0].device))
-        if trainer.accelerator.mixed_precision == "fp16":
-            finite = torch.ones_like(finite)  # an overflow there is skipped, and the loss scaled down
+    def end(self, trainer: Trainer, gradient_norm: Tensor | float | None) -> Tensor | float | None:
+        """The trainer's current step ends, with this norm (None where DeepSpeed keeps it), which is returned."""
+        finite = torch.ones((), dtype=torch.bool, device=self._losses[0].device)
+        if gradient_norm is not None and not trainer.args.fp16:  # an overflow there is skipped, the loss scaled down
+            whole = gradient_norm.full_tensor() if isinstance(gradient_norm, DTensor) else gradient_norm
+            finite = torch.isfinite(torch.as_tensor(whole, device=finite.device))
         self._steps[trainer.state.global_step + 1] = _Step(self._members, self._losses, finite)
         return gradient_norm
 

@@ -184,7 +184,7 @@ class ProjectionsTrainer(Trainer):
         self.watch.begin(batches)
         return batches, count
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         return self.watch.end(self, super()._get_grad_norm(model, grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
