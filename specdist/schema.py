@@ -59,6 +59,10 @@ class TargetIdentity(Record):
     vocab_size: int
     eos_token_ids: list[int]
 
+    def differences(self, other: "TargetIdentity") -> list[str]:
+        """What of another target is not as here, by the fields' names without "_sha256"."""
+        return [name.removesuffix("_sha256") for name, value in vars(self).items() if getattr(other, name) != value]
+
 
 @dataclass(frozen=True)
 class Prompt(Record):

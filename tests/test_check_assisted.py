@@ -13,7 +13,7 @@ from specdist.target import open_target
 PROMPTS = {"a": [5, 6, 7, 8], "b": list(range(20, 40))}
 
 
-def test_x3_assisted_generation_gives_the_targets_tokens_in_fewer_passes(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_assisted_generation_gives_the_targets_tokens_in_fewer_passes(tiny_target_dir: Path, tmp_path: Path) -> None:
     target = open_target(str(tiny_target_dir))
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.float32).eval()
     seeds = {"the target itself": 0, "a stranger": 9}

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from specdist.errors import ArtifactError
+from specdist.provenance import write_json
 from specdist.training.checkpoints import (
     COMPLETE_FILE,
     best_step,
@@ -34,6 +36,44 @@ def test_c8_a_half_written_checkpoint_is_passed_over_and_removed(tmp_path: Path)
     assert (tmp_path / "checkpoint-9").exists()
     assert last_complete_checkpoint(tmp_path, is_main_process=True) == tmp_path / "checkpoint-6"
     assert not (tmp_path / "checkpoint-9").exists()
+
+
+def save_optimizer(directory: Path, step: int) -> Path:
+    file = directory / f"checkpoint-{step}" / "optimizer.pt"
+    file.parent.mkdir()
+    file.write_bytes(b"moments")
+    return file
+
+
+def test_c2_an_earlier_checkpoint_that_lost_its_optimizer_is_none_to_resume_from(tmp_path: Path) -> None:
+    for step in (3, 6, 9):
+        save_optimizer(tmp_path, step)
+        mark_complete(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-9" / COMPLETE_FILE).unlink()
+    missing = r"checkpoint-6: checkpoint incomplete: .*optimizer.pt, expected 7 bytes, found no file.* to train again"
+    for is_main_process in (False, True):
+        with pytest.raises(ArtifactError, match=missing):
+            last_complete_checkpoint(tmp_path, is_main_process=is_main_process)
+    assert steps_in(tmp_path) == [3, 6]
+
+
+def test_c8_training_goes_on_from_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, 3)
+    for step in (6, 9):  # killed before the earlier of the two lost its optimizer
+        file = save_optimizer(tmp_path, step)
+        mark_complete(file.parent)
+        saved = file.read_bytes()
+    (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(saved)
+    file.write_bytes(saved[:-1])
+    assert last_complete_checkpoint(tmp_path, is_main_process=True) == tmp_path / "checkpoint-6"
+    assert steps_in(tmp_path) == [3, 6], "what is newer is made anew"
+
+
+def test_c2_a_mark_of_an_older_version_says_so(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, 3)
+    write_json(tmp_path / "checkpoint-3" / COMPLETE_FILE, {"step": 3})
+    with pytest.raises(ArtifactError, match=f"{COMPLETE_FILE} does not list its files"):
+        last_complete_checkpoint(tmp_path, is_main_process=True)
 
 
 @pytest.mark.parametrize(

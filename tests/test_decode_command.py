@@ -260,3 +260,17 @@ def test_e11_a_tree_on_a_sliding_window_is_refused_and_a_chain_works(
     with_heads = capsys.readouterr().out
     assert cli.main([*command(tmp_path, PROMPT), "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == with_heads
+
+
+def test_e14_a_target_with_another_chat_template_is_warned_of(
+    artefacts: Path, target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = DrafterChoice(str(artefacts / "draft"))
+    open_drafter(choice, target, torch.float32, "cpu")
+    assert "chat_template" not in caplog.text
+    shutil.copytree(target.path, tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    open_drafter(choice, open_target(str(tmp_path / "other")), torch.float32, "cpu")
+    assert (
+        "target other: its chat_template is not the one that the drafter was trained and measured with" in caplog.text
+    )

@@ -8,13 +8,16 @@ import pytest
 from conftest import make_tiny_tokenizer
 from datasets import Dataset
 from distill_factory import INPUTS
+from transformers import AutoTokenizer
 
 from specdist.dataset.examples import training_examples
 from specdist.dataset.manifest import Tally
+from specdist.dataset.render import Renderer
 from specdist.dataset.shards import write_shard
 from specdist.errors import ArtifactError
-from specdist.provenance import sha256_file, write_json
-from specdist.schema import DatasetManifest, DistillRow
+from specdist.provenance import read_json, sha256_file, write_json
+from specdist.schema import ChatFormat, DatasetManifest, DistillRow
+from specdist.training.batches import DraftCollator, schedule
 
 TOKENIZER = make_tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -51,6 +54,7 @@ def test_d6_training_sees_the_generated_ids_and_not_a_second_tokenisation(tmp_pa
     (merged,) = TOKENIZER("th")["input_ids"]
     assert TOKENIZER.decode(letters) == TOKENIZER.decode([merged]) == "th"
     assert examples(tmp_path, [row([7, 8], [*letters, EOS], "stop")], max_length=16)[0] == {
+        "id": f"{0:016x}",
         "input_ids": [7, 8, *letters, EOS],
         "labels": [-100, -100, *letters, EOS],
         "prompt_length": 2,
@@ -99,6 +103,23 @@ def test_m7_an_example_ends_in_one_eos_whatever_the_tokenizer_would_add(tmp_path
     """Nothing is tokenised here, so no add_eos_token can put a second one."""
     found = examples(tmp_path, [row([5], [6, EOS], "stop")] * 2, max_length=8)
     assert [example["input_ids"].count(EOS) for example in found] == [1, 1]
+
+
+def test_m7_packed_examples_have_one_eos_between_them_whatever_the_tokenizer_would_add(tmp_path: Path):
+    """Through all that a packed batch is made of, with a tokenizer that is told to add both ends."""
+    (tmp_path / "tokenizer").mkdir()
+    make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    write_json(path, read_json(path) | {"add_bos_token": True, "add_eos_token": True})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    (prompt, other) = Renderer(tokenizer, ChatFormat()).encode_many(
+        [[{"role": "user", "content": word}] for word in ("the", "other")]
+    )
+    found = examples(tmp_path / "data", [row(prompt, [6, EOS], "stop"), row(other, [7, EOS], "stop")], max_length=64)
+    collator = DraftCollator(found, tokenizer.pad_token_id, packed=True)
+    batch = collator(list(schedule(found, 128)))
+    assert batch["input_ids"].tolist() == [[*prompt, 6, EOS, *other, 7, EOS]]
+    assert batch["labels"].tolist() == [[*[-100] * len(prompt), 6, EOS, *[-100] * len(other), 7, EOS]]
 
 
 @pytest.mark.parametrize("header", ["<|im_start|>system\nbe brief<|im_end|>\n", ""])

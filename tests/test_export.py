@@ -1,6 +1,7 @@
 """Exports hold exactly what engines read: names, keys, ids, numbers. What is incomplete or altered is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
 from specdist.drafters.causal_lm import load_draft_model, load_for_drafting
@@ -211,6 +213,20 @@ def test_x10_the_exported_eos_set_is_the_targets(target: Target, tmp_path: Path)
     assert AutoTokenizer.from_pretrained(tmp_path / "export").eos_token_id in eos
 
 
+@pytest.mark.parametrize(
+    ("generation", "listed"),
+    [([265, 267], ["config.json [267], generation_config.json [265, 267], tokenizer [267]"]), (267, []), (None, [])],
+)
+def test_x10_eos_ids_that_the_targets_files_name_differently_are_listed(
+    target: Target, tmp_path: Path, generation: list[int] | int | None, listed: list[str]
+) -> None:
+    shutil.copytree(target.path, tmp_path / "target")
+    (tmp_path / "target/generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    record = export_draft(open_target(str(tmp_path / "target")), tmp_path / "export")
+    found = [limit for limit in record.known_limits if "EOS" in limit]
+    assert found == [f"the target names its EOS ids differently ({t}); the draft has all of them" for t in listed]
+
+
 def test_x9_x11_the_tokenizer_is_the_targets_byte_for_byte(target: Target, tmp_path: Path) -> None:
     export_draft(target, tmp_path / "export")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -219,6 +235,47 @@ def test_x9_x11_the_tokenizer_is_the_targets_byte_for_byte(target: Target, tmp_p
     assert len(tokenizer) == len(target.tokenizer)
     assert tokenizer.get_vocab() == target.tokenizer.get_vocab()
     assert tokenizer.chat_template == target.tokenizer.chat_template
+
+
+def test_x9_x11_added_tokens_and_a_list_of_special_ones_survive_the_export(target: Target, tmp_path: Path) -> None:
+    """As transformers 5 saves them; two of them have embeddings, by which the target was resized."""
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    tokenizer.add_tokens(["<tool>", "</tool>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|a|>"]})
+    directory = tmp_path / "target"
+    make_tiny_llama(len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    assert read(directory / "tokenizer_config.json")["extra_special_tokens"] == ["<|im_start|>", "<|a|>"]
+    export_draft(open_target(str(directory)), tmp_path / "export")
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert len(reloaded) == len(tokenizer) == target.identity.vocab_size + 3
+    assert reloaded.get_vocab() == tokenizer.get_vocab()
+    text = "<tool>the<|a|></tool>"
+    ids = reloaded(text)["input_ids"]
+    assert ids == tokenizer(text)["input_ids"]
+    assert len(ids) == 4, "each added token is one"
+    assert (tmp_path / "export/tokenizer_config.json").read_bytes() == (
+        directory / "tokenizer_config.json"
+    ).read_bytes()
+
+
+def test_x6_a_qwen2_like_draft_keeps_its_biases(target: Target, tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(
+        **size, vocab_size=target.identity.vocab_size, num_hidden_layers=1, initializer_range=0.3, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    biases = {name: tensor for name, tensor in model.named_parameters() if name.endswith("bias")}
+    for bias in biases.values():
+        torch.nn.init.normal_(bias)
+    export_draft(target, tmp_path / "export", model)
+    written = load_file(tmp_path / "export/model.safetensors")
+    assert {name.split(".")[-2] for name in written if name.endswith("bias")} == {"q_proj", "k_proj", "v_proj"}
+    assert written.keys() == dict(model.named_parameters()).keys()
+    reloaded = load_draft_model(tmp_path / "export", torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(reloaded(TEXT).logits, model(TEXT).logits)
 
 
 def test_a_target_without_tokenizer_files_is_named(tmp_path: Path) -> None:

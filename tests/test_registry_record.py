@@ -1,9 +1,13 @@
 """The registry's record in MLflow: public bug cases G1 to G8, processes that start together, lost and moved records."""
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +24,13 @@ from registry_factory import (  # noqa: F401
     run_sql,
     version_directories,
 )
+from test_callbacks import make_trainer
 
 from specdist.errors import ArtifactError
 from specdist.registry import store
 from specdist.registry.mlflow import open_record, remedy
 from specdist.registry.store import Registry, check_writable
+from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
 
 # ruff: noqa: F811  (fixtures are arguments of the names that are imported)
 
@@ -171,6 +177,25 @@ def test_a_process_killed_while_it_holds_the_lock(registry: Registry) -> None:
     assert version_directories(registry) == ["1"]
 
 
+def test_g7_a_metric_that_is_logged_twice_at_one_step_is_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a checkpoint that a resumed run tells of once more."""
+    database, acceptance = tmp_path / "team.db", {"acceptance/mean_accepted_length": 1.5}
+    database.write_bytes(empty_database())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    trainer = make_trainer(tmp_path, max_steps=1, report_to=["mlflow"])
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    run_training(trainer, resume_from=None, callbacks=[metrics, CheckpointAcceptance(lambda _: acceptance, dict)])
+    trainer.log(acceptance)
+    mlflow = importlib.import_module("mlflow")
+    run_id = mlflow.active_run().info.run_id
+    mlflow.end_run()
+    history = mlflow.MlflowClient(f"sqlite:///{database}").get_metric_history(run_id, next(iter(acceptance)))
+    assert {(metric.step, metric.value) for metric in history} == {(1, 1.5)}
+    assert len(metrics.keep_until(1)) == 4, "loss, twice the acceptance, the trainer's summary"
+
+
 def test_g5_a_moved_registry_goes_on(registry: Registry, tmp_path: Path) -> None:
     publish(registry, "a", None)
     moved = Registry(tmp_path / "elsewhere" / "new place #1", MODEL)
@@ -210,15 +235,33 @@ def test_g8_a_registry_that_cannot_be_written_is_named_before_training(
             check_writable(tmp_path / "new")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
-def test_g8_a_read_only_registry_can_be_read_but_not_written(registry: Registry) -> None:
-    publish(registry, "a", None)
-    registry.root.chmod(0o555)
+@contextmanager
+def bound_by_permissions() -> Iterator[None]:
+    """Root is not: it acts as nobody meanwhile."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
     try:
-        assert registry.champion() is not None
-        with pytest.raises(ArtifactError, match=f"{registry.root}: the registry cannot be written"):
-            check_writable(registry.root)
+        yield
     finally:
+        os.seteuid(0)
+
+
+def test_g8_a_read_only_registry_can_be_read_but_not_written() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own are below one that only its user may enter
+        Path(directory).chmod(0o755)
+        registry = Registry(Path(directory) / "registry", MODEL)
+        registry.root.mkdir()
+        (registry.root / "mlflow.db").write_bytes(empty_database())
+        publish(registry, "a", None)
+        registry.root.chmod(0o555)
+        with bound_by_permissions():
+            assert registry.champion() is not None
+            with pytest.raises(
+                ArtifactError, match=f"{registry.root}: the registry cannot be written.*Permission denied"
+            ):
+                check_writable(registry.root)
         registry.root.chmod(0o755)
 
 

@@ -19,7 +19,7 @@ from specdist.export_record import read_record
 from specdist.provenance import write_json
 from specdist.registry.store import Registry
 from specdist.schema import EvalReport
-from specdist.stages.release import read_release, release
+from specdist.stages.release import export_faults, read_release, release
 from specdist.stages.run import Run
 
 make_report = partial(make_full_report, gammas=(3,), settings=("greedy",), per_domain=10)
@@ -138,3 +138,11 @@ def test_g6_a_champion_whose_report_is_damaged_holds_the_next(run: Run) -> None:
     assert decision is not None
     assert "unknown keys ['rows']" in decision.reason
     assert run.registry.champion() == champion
+
+
+def test_e14_an_export_for_another_chat_template_is_a_fault_to_the_gate(run: Run) -> None:
+    report = measured(run, 1.0)
+    assert export_faults(run.export, run.target.identity, report) == []
+    other = replace(run.target.identity, chat_template_sha256="0" * 64)
+    (fault,) = export_faults(run.export, other, report)
+    assert "which is not the run's target: other chat_template; train again" in fault

@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from specdist.drafter_config import DraftArguments
 from specdist.errors import ArtifactError, ConfigError
 from specdist.stages import run as run_stage
 from specdist.stages.arguments import parse
+from specdist.stages.process import asked_processes
 from specdist.stages.run import LOCK_FILE, PROVENANCE_FILE, RUN_FILE, start
 
 
@@ -109,6 +112,52 @@ def test_a_folder_with_other_things_in_it_is_refused(tiny_target_dir: Path, tmp_
     with pytest.raises(ArtifactError, match="is not empty"):
         begin(tmp_path, tiny_target_dir)
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_g8_an_mlflow_that_cannot_be_told_is_found_before_training(tiny_target_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in place of a directory")
+    for uri, message in {
+        "foo://bar": r"mlflow_tracking_uri 'foo://bar': MLflow knows no foo://",
+        f"sqlite:///{tmp_path}/file/mlflow.db": f"{tmp_path}/file: the registry cannot be written",
+        f"file://{tmp_path}/file/mlruns": f"{tmp_path}/file/mlruns: the registry cannot be written",
+    }.items():
+        with pytest.raises((ConfigError, ArtifactError), match=message):
+            begin(tmp_path, tiny_target_dir, "--mlflow_tracking_uri", uri)
+    assert not (tmp_path / "run").exists()
+    for uri in ("http://127.0.0.1:9", f"sqlite:///{tmp_path}/team/mlflow.db"):
+        begin(tmp_path, tiny_target_dir, "--mlflow_tracking_uri", uri).lock.release()
+
+
+def test_l1_fewer_processes_than_asked_for_are_refused(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path, tiny_target_dir)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were asked for .* 1 run together.*cpu_2proc\.yaml"):
+        start(config, "draft_model", check=lambda _: 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        (["accelerate", "launch", "--cpu", "--num_processes", "2", "recipe.py"], 2),
+        (["accelerate-launch", "--num-processes=3", "recipe.py"], 3),
+        (["accelerate", "launch", "recipe.py"], 1),
+        (["python", "recipe.py", "--num_processes", "2"], 1),
+    ],
+)
+def test_l1_what_was_asked_of_a_launcher_is_read_from_its_command_line(
+    command: list[str], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen([*code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()  # it runs, under the name that it has from now on
+        found = asked_processes(launcher.pid)
+        launcher.communicate(b"\n")
+    assert found == asked
 
 
 def test_l4_acceptance_on_a_cpu_is_not_measured_in_float16(

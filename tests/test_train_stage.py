@@ -1,6 +1,8 @@
 """The training stage on scripted acceptances: rotation, early stopping, and both after a kill at any point."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from specdist.stages.train import DONE_FILE, train
 from specdist.training.checkpoints import COMPLETE_FILE, checkpoint_step, complete_checkpoints
 
 # lower bounds of τ by step: the best is neither the newest nor among the last two
-BOUNDS = {3: 1.10, 6: 1.30, 9: 1.20, 12: 1.25, 15: 1.15, 18: 1.40, 20: 1.35}
+BOUNDS = {3: 1.10, 6: 1.30, 8: 1.22, 9: 1.20, 12: 1.25, 15: 1.15, 18: 1.40, 20: 1.35}
 
 
 def scripted(run: Run, kill: Callable[[int, str], None]) -> Callable[[Path], dict[str, float]]:
@@ -39,18 +41,25 @@ def scripted(run: Run, kill: Callable[[int, str], None]) -> Callable[[Path], dic
 
 
 def train_run(
-    target: Path, directory: Path, *extra: str, kill: Callable[[int, str], None] = lambda step, when: None
+    target: Path,
+    directory: Path,
+    *extra: str,
+    kill: Callable[[int, str], None] = lambda step, when: None,
+    max_steps: int = -1,
+    made: list[weakref.ref] | None = None,
 ) -> Run:
+    """Trains a tiny run's 20 steps, or `max_steps`. `made` gets references to the trainer and what it trained."""
     run = begin(directory, target, *extra)
     run.lock.release()
     provenance.write_json(run.directory / "evaluations" / "checkpoint-0.json", make_result(0.5, per_domain=2).to_json())
 
-    def trainer(arguments):
-        made = make_trainer(run.directory)
-        made.args.save_total_limit = arguments.save_total_limit
-        return made
+    def make(arguments):
+        trainer = make_trainer(run.directory, max_steps=max_steps, save_total_limit=arguments.save_total_limit)
+        if made is not None:
+            made.extend([weakref.ref(trainer), weakref.ref(trainer.model)])
+        return trainer
 
-    train(run, trainer, scripted(run, kill))
+    train(run, make, scripted(run, kill))
     return run
 
 
@@ -84,7 +93,7 @@ def test_without_patience_training_goes_to_its_end(tiny_target_dir: Path, tmp_pa
     assert found["done"] == {"steps": 20, "stopped_early": False}
     assert found["complete"] == ["checkpoint-18", "checkpoint-20"]
     assert found["best"] == "checkpoint-18"
-    assert found["points"] == [0, *BOUNDS]
+    assert found["points"] == [0, 3, 6, 9, 12, 15, 18, 20]
 
 
 def test_c3_a_run_killed_around_measurements_ends_as_an_uninterrupted_one(
@@ -118,6 +127,33 @@ def test_c11_a_best_checkpoint_that_was_removed_is_an_error_until_it_is_made_ane
     train_run(tiny_target_dir, tmp_path, kill=lambda step, when: measured.append((step, step in lower_bounds(run))))
     assert (18, False) in measured, "what is known of a checkpoint that is gone does not stand for the new one"
     assert best_checkpoint(run)[0].name == "checkpoint-18"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_c3_a_run_killed_after_its_last_step_takes_no_other(tiny_target_dir: Path, tmp_path: Path, when: str) -> None:
+    """The last of 8 steps is within an epoch of 10; the kill comes around its measurement."""
+
+    def kill(step: int, at: str) -> None:
+        if (step, at) == (8, when):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_run(tiny_target_dir, tmp_path, kill=kill, max_steps=8)
+    found = outcome(train_run(tiny_target_dir, tmp_path, max_steps=8))
+    assert found["complete"][-1] == "checkpoint-8"
+    assert found["done"] == {"steps": 8, "stopped_early": False}
+    assert [step for step, _ in found["measured"]] == [3, 6, 8]
+
+
+def test_the_trainer_is_gone_when_training_has_ended(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """What is evaluated next needs the memory of its weights, gradients and moments."""
+    made: list[weakref.ref] = []
+    gc.disable()
+    try:
+        train_run(tiny_target_dir, tmp_path, made=made, max_steps=3)
+        assert [reference() for reference in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("strategy", ["no", "best"])

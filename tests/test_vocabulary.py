@@ -1,5 +1,6 @@
 """Which ids a draft may propose: the shared ones, a reduced set, and none of the padding; replay equals the decoder."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def test_d7_a_special_token_with_another_id_is_named() -> None:
 def test_e4_a_token_that_the_draft_lacks_is_named() -> None:
     with pytest.raises(TokenizerMismatch, match="first at token 'w7': target id 7, draft id None"):
         check_same_tokenizer(tokenizer_of(8), tokenizer_of(7), "other")
+
+
+def test_d7_another_eos_of_the_same_ids_is_told_and_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    """A base model drafts for its instruct model: every id means the same, and the draft learns the target's end."""
+    target, draft = make_tiny_tokenizer(), make_tiny_tokenizer()
+    draft.eos_token = "<|endoftext|>"
+    caplog.set_level(logging.INFO)
+    check_same_tokenizer(target, draft, "base")
+    assert "draft model base: its texts end in <|endoftext|>, the target's in <|im_end|>" in caplog.text
 
 
 @pytest.mark.parametrize("special", [True, False])

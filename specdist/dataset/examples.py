@@ -33,7 +33,7 @@ _TOP_COLUMNS = [
 
 
 def training_examples(directory: Path, *, max_length: int, top: bool = False) -> Dataset:
-    """Rows as `input_ids`, `labels` (-100 on the prompt) and `prompt_length`, cut at the right to `max_length`.
+    """Rows as `id`, `input_ids`, `labels` (-100 on the prompt) and `prompt_length`, cut at the right to `max_length`.
 
     With `top`, the target's K best tokens at each completion token go along as they are stored: `top_ids` and
     `top_logprobs` flat [n · K], `tail_mass` [n].
@@ -67,7 +67,7 @@ def training_examples(directory: Path, *, max_length: int, top: bool = False) ->
     if dropped := manifest.num_rows - len(examples):
         logger.warning("dropped %d of %d rows: prompt of max_length %d or more", dropped, manifest.num_rows, max_length)
     order = np.argsort(examples.data.column("id").to_numpy())
-    return examples.select(order).remove_columns("id")
+    return examples.select(order)
 
 
 def column_lengths(examples: Dataset, name: str) -> np.ndarray:

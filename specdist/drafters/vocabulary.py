@@ -38,7 +38,8 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     """Raise TokenizerMismatch, naming the first differing token, unless both map every token to the same id.
 
     Special tokens are compared like all others. Special tokens that the draft has beyond the target's last id (a PAD
-    that fine-tuning added) are no difference: the target never writes them, and their rows are cut off.
+    that fine-tuning added) are no difference: the target never writes them, and their rows are cut off. Nor is another
+    choice of the EOS among the same ids, as of a base model for its instruct model: the draft learns the target's.
     """
     ours, theirs = _token_ids(target), _token_ids(draft)
     size, special = 1 + max(ours.values()), set(draft.all_special_tokens)
@@ -47,6 +48,9 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     if not different:
         if extra:
             logger.info("draft model %s: its own special tokens %s are left out", draft_name, sorted(extra))
+        if target.eos_token != draft.eos_token:
+            eos = (draft.eos_token, target.eos_token)
+            logger.info("draft model %s: its texts end in %s, the target's in %s, which it learns", draft_name, *eos)
         return
     token = min(different, key=lambda t: (min(ours.get(t, 1 << 60), theirs.get(t, 1 << 60)), t))
     raise TokenizerMismatch(

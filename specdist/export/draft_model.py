@@ -31,8 +31,25 @@ def _mirror_legacy_keys(directory: Path) -> None:
     provenance.write_json(directory / "config.json", config)
 
 
-def _known_limits(vocab_size: int, vocabulary_ids: Tensor | None) -> list[str]:
-    limits = ["vLLM needs the same tensor parallelism for draft and target"]
+def _eos_conflict(target: Target) -> list[str]:
+    """That the target's files do not name the same EOS ids, in words; nothing where they do."""
+    path = target.path / "generation_config.json"
+    generation = provenance.read_json(path) if path.exists() else {}
+    named = {
+        "config.json": target.config.get_text_config().eos_token_id,
+        path.name: generation.get("eos_token_id"),
+        "tokenizer": target.tokenizer.eos_token_id,
+    }
+    ids = {name: [eos] if isinstance(eos, int) else sorted(eos) for name, eos in named.items() if eos is not None}
+    if len({tuple(value) for value in ids.values()}) < 2:
+        return []
+    told = ", ".join(f"{name} {value}" for name, value in ids.items())
+    return [f"the target names its EOS ids differently ({told}); the draft has all of them"]
+
+
+def _known_limits(target: Target, vocabulary_ids: Tensor | None) -> list[str]:
+    limits = ["vLLM needs the same tensor parallelism for draft and target", *_eos_conflict(target)]
+    vocab_size = target.identity.vocab_size
     if vocabulary_ids is not None:
         limits.append(
             f"it proposes {len(vocabulary_ids)} of {vocab_size} tokens ({VOCABULARY_FILE}): our own decoder computes "
@@ -106,6 +123,6 @@ def export_draft_model(
                 checkpoint_step=checkpoint_step,
                 speculative_config=speculative_config(".", num_speculative_tokens),
                 engines={"vllm": "0.32.0 (draft_model)", "transformers": "5 (assistant_model)"},
-                known_limits=_known_limits(vocab_size, vocabulary_ids),
+                known_limits=_known_limits(target, vocabulary_ids),
             ),
         )

@@ -3,6 +3,7 @@
 Every exporter writes into a temporary directory, reads the weights back, compares them, and only then renames.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 from specdist.errors import ArtifactError, ConfigError
 from specdist.export_record import EXPORT_FILE, ExportRecord, read_record, write_record
 from specdist.target import Target
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "EXPORT_FILE",
@@ -39,11 +42,21 @@ _TOKENIZER_FILES = (
 
 
 def check_made_for(record: ExportRecord, target: Target) -> None:
-    """Raise ConfigError unless the export was made for `target`, by the hash of its weights."""
+    """Raise ConfigError unless the export was made for `target`, by the hash of its weights.
+
+    Warns where its tokenizer or chat template is another: the drafter drafts for prompts that it was not trained on.
+    """
     if target.identity.weights_sha256 != record.target.weights_sha256:
         raise ConfigError(
             f"target {target.identity.model_id}: weights {target.identity.weights_sha256[:12]}, but the export was "
             f"made for {record.target.model_id} with {record.target.weights_sha256[:12]}; give that one"
+        )
+    if others := [name for name in record.target.differences(target.identity) if name != "model_id"]:
+        logger.warning(
+            "target %s: its %s is not the one that the drafter was trained and measured with, so fewer of its tokens "
+            "are accepted; give the target as it was",
+            target.identity.model_id,
+            " and ".join(others),
         )
 
 

@@ -12,14 +12,14 @@ import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 from filelock import FileLock, Timeout
 
 from specdist.child_process import run_child
-from specdist.errors import ArtifactError, SpecdistError
+from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.registry.mlflow import CHALLENGER, CHAMPION
-from specdist.registry.store import Registry
+from specdist.registry.store import Registry, check_writable
 from specdist.registry.version import TAG_MANIFEST, Version
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 SECONDS = 600.0  # weights are sent
 _UPLOADED = ("http", "https")  # to others the directory's path is told, since they lie on this machine
+_ON_DISK, _ELSEWHERE = ("", "file", "sqlite"), ("postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 _VERSION = "specdist_version"  # the other MLflow gives numbers of its own
 # A request that is not answered fails while the whole still has time
 _LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
@@ -36,6 +37,20 @@ _LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES
 def mirror_uri(configured: str | None = None) -> str | None:
     """The MLflow to tell: the one configured, else the environment's, else None."""
     return configured or os.environ.get(URI_VARIABLE) or None
+
+
+def check_uri(uri: str) -> None:
+    """Raise ConfigError where MLflow keeps no registry at such a URI, ArtifactError where one on disk is not writable.
+
+    A server is not asked: it is told at the end, and may be started later.
+    """
+    address = urlparse(uri)
+    scheme = address.scheme.split("+")[0]
+    if scheme not in (*_UPLOADED, *_ON_DISK, *_ELSEWHERE):
+        raise ConfigError(f"mlflow_tracking_uri {uri!r}: MLflow knows no {scheme}://; give http:// or sqlite:///…")
+    if scheme in _ON_DISK:
+        path = Path(unquote(address.path))
+        check_writable(path.parent if scheme == "sqlite" else path)
 
 
 def tell(registry: Registry, uri: str, *, seconds: float = SECONDS) -> str:

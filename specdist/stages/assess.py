@@ -1,6 +1,5 @@
 """Owns measuring a drafter: each checkpoint at the gate's setting, the export at every setting, certified and timed."""
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from specdist.schema import AcceptanceResult, CheckpointPoint, DatasetManifest, 
 from specdist.schema_heads import HeadsReport
 from specdist.schema_reload import Reload
 from specdist.stages.changed_target import ChangedTarget
+from specdist.stages.process import free_memory
 from specdist.stages.reload import ReloadRequest, read_export, reload_export, reload_prompts
 from specdist.stages.run import Run
 from specdist.training.checkpoints import COMPLETE_FILE, best_step, checkpoint_path, checkpoint_step
@@ -184,9 +184,7 @@ def _certified(run: Run, loader: Loader, scorer: Scorer, eval_sets: list[EvalSet
 def _reloaded(run: Run, eval_set: EvalSet, report: EvalReport) -> EvalReport:
     """The report with what a fresh process reads of the export, beside what this one did."""
     assert report.reload is not None
-    gc.collect()  # the fresh process loads the target too, on the same device
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()  # the fresh process loads the target too, on the same device
     evaluation, target = run.config.evaluation, run.config.target
     request = ReloadRequest(
         export=str(run.export.absolute()),

@@ -68,8 +68,11 @@ def export_faults(export: Path, target: TargetIdentity, report: EvalReport) -> l
     faults = []
     if record.drafter_sha256 != report.drafter_sha256:
         faults.append(f"{export}: not the drafter that was measured ({report.drafter_sha256[:12]}); evaluate it again")
-    if record.target != target or report.target != target:
-        faults.append(f"{export}: made for {record.target.model_id}, which is not the run's target; train again")
+    if others := record.target.differences(target) or report.target.differences(target):
+        faults.append(
+            f"{export}: made for {record.target.model_id}, which is not the run's target: other {', '.join(others)}; "
+            "train again"
+        )
     return faults
 
 

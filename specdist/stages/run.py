@@ -26,9 +26,10 @@ from specdist.dataset.prompts import PromptSet
 from specdist.drafter_config import HEAD_KINDS
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.gate_policy import GatePolicy, load_policy
+from specdist.registry.mirror import check_uri, mirror_uri
 from specdist.registry.store import Registry, check_writable
 from specdist.stages.engines import server_engine
-from specdist.stages.process import keep_freed_memory, use_all_cores
+from specdist.stages.process import check_num_processes, keep_freed_memory, use_all_cores
 from specdist.target import Target, open_target
 
 logger = logging.getLogger(__name__)
@@ -289,6 +290,7 @@ def start(
     `preview` gives lines that a dry run says beside the plan.
     """
     state = PartialState()
+    check_num_processes(state.num_processes)
     use_all_cores()
     keep_freed_memory()
     if not state.is_main_process:
@@ -308,6 +310,8 @@ def start(
     trained_bytes = check(target)
     directory = Path(config.training.output_dir)
     check_writable(Path(config.release.registry))
+    if (uri := mirror_uri(config.release.mlflow_tracking_uri)) is not None:
+        check_uri(uri)
     registry = Registry(Path(config.release.registry), config.release.model_name)
     lock = FileLock(directory / LOCK_FILE)
     train_prompts, eval_prompts = _prompts(config, state)

@@ -13,9 +13,10 @@ from transformers import Trainer
 
 from specdist import provenance, tracking
 from specdist.stages.assess import forget_after, lower_bounds
+from specdist.stages.process import free_memory
 from specdist.stages.run import Run, report_to
 from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
-from specdist.training.checkpoints import checkpoint_step, is_stalled, last_complete_checkpoint, rotate
+from specdist.training.checkpoints import checkpoint_step, is_last, is_stalled, last_complete_checkpoint, rotate
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,11 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
         return
     metrics = MetricsFile(run.directory / "metrics.jsonl")
     resume_from, values = _resume(run, metrics, measure)
-    arguments = copy(run.config.training)
-    arguments.output_dir = str(run.checkpoints)
-    limit, arguments.save_total_limit = arguments.save_total_limit, None  # the trainer's own rotation knows no best
-    patience = run.config.evaluation.early_stopping_patience
-    if not (resume_from and is_stalled(lower_bounds(run), patience)):
+    limit, patience = run.config.training.save_total_limit, run.config.evaluation.early_stopping_patience
+    if not (resume_from and (is_last(resume_from) or is_stalled(lower_bounds(run), patience))):
+        arguments = copy(run.config.training)
+        arguments.output_dir = str(run.checkpoints)
+        arguments.save_total_limit = None  # the trainer's own rotation knows no best
         if run.is_main:
             step = checkpoint_step(resume_from) if resume_from else 0
             tracking.start_wandb(report_to(arguments), arguments.run_name, step=step, values=values)
@@ -42,6 +43,8 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
             measure, lambda: lower_bounds(run), save_total_limit=limit, early_stopping_patience=patience
         )
         run_training(make_trainer(arguments), resume_from=resume_from, callbacks=[metrics, acceptance])
+        del acceptance
+        free_memory()  # the trainer refers to itself, and its optimizer holds twice the weights
     if run.is_main:
         bounds = lower_bounds(run)
         rotate(run.checkpoints, bounds, limit)  # a kill may have come between the last measurement and this
@@ -54,9 +57,13 @@ def train(run: Run, make_trainer: Callable[[Any], Trainer], measure: Callable[[P
 def _resume(
     run: Run, metrics: MetricsFile, measure: Callable[[Path], dict[str, float]]
 ) -> tuple[Path | None, dict[str, float]]:
-    """The checkpoint to go on from, and what was measured of it; what was recorded after it is dropped."""
+    """The checkpoint to go on from, and what was measured of it; what was recorded after it is dropped.
+
+    Raises ArtifactError where checkpoints are there, but none from which training goes on exactly.
+    """
     values: dict[str, float] = {}
-    checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
+    with run.state.main_process_first():  # which removes what cannot be resumed
+        checkpoint = last_complete_checkpoint(run.checkpoints, is_main_process=run.is_main)
     if run.is_main:
         forget_after(run, checkpoint_step(checkpoint) if checkpoint else 0)
     run.state.wait_for_everyone()

@@ -19,7 +19,8 @@ from specdist.losses import IGNORED
 
 
 class DraftCollator:
-    """Makes a batch of `input_ids` and `labels` from items of `schedule`: [B, T], padded at the right.
+    """Makes a batch of `input_ids` and `labels` from items of `schedule`: [B, T], padded at the right; with the items'
+    `members`.
 
     With `packed` the documents of an item share a row, as `rows_of` has it. With `states`, the target's states go along
     as `target_states` [S, D]; with `top`, its best tokens as `top_ids`, `top_logprobs` [S, K] and `tail_mass` [S].
@@ -42,6 +43,7 @@ class DraftCollator:
         packs = [[self.examples[index] for index in item["members"]] for item in items if item["members"]]
         packs = packs or [[self._nothing()]]
         batch = padded(rows_of(packs, packed=self.packed), self.pad_token_id)
+        batch["members"] = torch.tensor(members, dtype=torch.long)
         if self.states is not None:
             batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: None if members else 0]
         if self.top:

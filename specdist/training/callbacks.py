@@ -11,16 +11,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from specdist import provenance
-from specdist.errors import SpecdistError
 from specdist.training.checkpoints import checkpoint_path, is_stalled, mark_complete, rotate
-
-
-class NonFiniteLoss(SpecdistError):
-    """The loss or the gradient is NaN or infinite."""
+from specdist.training.finite import NotFinite
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every logged value to `metrics.jsonl`, and stops training at the first that is not finite.
+    """Appends every logged value to `metrics.jsonl`. Raises NotFinite at the first that is NaN or infinite.
 
     On resuming, lines after the checkpoint's step are dropped, so that each step stands there once.
     """
@@ -60,14 +56,14 @@ class MetricsFile(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        bad = {k: v for k, v in (logs or {}).items() if isinstance(v, float) and not math.isfinite(v)}
+        values = dict(logs or {})
+        if args.fp16 and not math.isfinite(values.get("grad_norm", 0.0)):
+            del values["grad_norm"]  # an overflow: the step was skipped, and the loss is scaled down
+        bad = {key: value for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
         if bad:
-            raise NonFiniteLoss(
-                f"step {state.global_step}: {bad} is not finite; training stops here, and earlier checkpoints stay. "
-                "Lower learning_rate, or train in bfloat16 or float32 instead of float16"
-            )
+            raise NotFinite(f"step {state.global_step}: {bad}")
         if state.is_world_process_zero:
-            self.append(state.global_step, logs or {})
+            self.append(state.global_step, values)
 
 
 class CheckpointAcceptance(TrainerCallback):
@@ -75,8 +71,10 @@ class CheckpointAcceptance(TrainerCallback):
 
     Then checkpoints over `save_total_limit` are deleted, never the best nor the newest, and training stops where
     `early_stopping_patience` checkpoints in a row were no better (0: never). Both are decided by `lower_bounds`, which
-    reads what was measured (training/checkpoints.py).
+    reads what was measured (training/checkpoints.py). Raises NotFinite on a checkpoint with weights that are not.
     """
+
+    trainer: Trainer  # set by `run_training`
 
     def __init__(
         self,
@@ -90,19 +88,18 @@ class CheckpointAcceptance(TrainerCallback):
         self.lower_bounds = lower_bounds
         self.save_total_limit = save_total_limit
         self.early_stopping_patience = early_stopping_patience
-        self.trainer: Trainer | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         directory = Path(str(args.output_dir))
         checkpoint = checkpoint_path(directory, state.global_step)
+        self.trainer.accelerator.wait_for_everyone()  # each process writes files of its own
         if state.is_world_process_zero:
             mark_complete(checkpoint)
-        if self.trainer is not None:
-            self.trainer.accelerator.wait_for_everyone()
-            # A resumed run does not measure again what was measured, so measuring must not draw from training's RNG
-            with torch.random.fork_rng():
-                values = self.evaluate(checkpoint)
-            self.trainer.log(values)
+        self.trainer.accelerator.wait_for_everyone()
+        # A resumed run does not measure again what was measured, so measuring must not draw from training's RNG
+        with torch.random.fork_rng():
+            values = self.evaluate(checkpoint)
+        self.trainer.log(values)
         lower_bounds = self.lower_bounds()
         if state.is_world_process_zero:
             rotate(directory, lower_bounds, self.save_total_limit)

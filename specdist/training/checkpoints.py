@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 
 from specdist import provenance
+from specdist.errors import ArtifactError
+from specdist.training.finite import check_weights
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +35,55 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def last_complete_checkpoint(directory: Path, *, is_main_process: bool) -> Path | None:
-    """The checkpoint to resume from. What a killed run left half-written is removed by the main process."""
+    """The newest checkpoint from which training goes on exactly: no file that it was saved with is missing or cut.
+
+    What cannot be resumed and is newer is removed by the main process, as what a killed run left half-written.
+    Raises ArtifactError where there are complete checkpoints and training can go on from none.
+    """
     complete = complete_checkpoints(directory)
+    whole = [path for path in complete if not _lost(path)]
+    if complete and not whole:
+        raise ArtifactError(
+            f"{complete[-1]}: checkpoint incomplete: {'; '.join(_lost(complete[-1])[:3])}; training cannot go on from "
+            "it, and earlier checkpoints do not keep what that needs. Restore what is missing, or delete "
+            f"{directory} to train again"
+        )
     if is_main_process:
+        kept = complete[: complete.index(whole[-1]) + 1] if whole else []
         for path in directory.glob("checkpoint-*"):
-            if path not in complete:
+            if path not in kept:
                 logger.info("removing %s, which an interrupted run left incomplete", path)
                 shutil.rmtree(path)
-    return complete[-1] if complete else None
+    return whole[-1] if whole else None
+
+
+def _lost(checkpoint: Path) -> list[str]:
+    """What a complete checkpoint lacks of the files that it was saved with, in words."""
+    mark, found = checkpoint / COMPLETE_FILE, _sizes(checkpoint)
+    saved = provenance.read_json(mark).get("files")
+    if saved is None:
+        return [f"{mark} does not list its files, since an older version wrote it"]
+    return [
+        f"{checkpoint / name}, expected {size} bytes, found {found.get(name, 'no file')}"
+        for name, size in saved.items()
+        if found.get(name) != size
+    ]
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Bytes of each file by its path in the checkpoint."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != COMPLETE_FILE)
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Say that a checkpoint was written to its end; those before it lose what only resuming needs."""
-    provenance.write_json(checkpoint / COMPLETE_FILE, {"step": checkpoint_step(checkpoint)})
+    """Say that a checkpoint was written to its end; those before it lose what only resuming needs.
+
+    Raises NotFinite where it holds a weight that is NaN or infinite: it stays incomplete then.
+    """
+    check_weights(checkpoint)
+    record = {"step": checkpoint_step(checkpoint), "files": _sizes(checkpoint)}
+    provenance.write_json(checkpoint / COMPLETE_FILE, record)
     for earlier in complete_checkpoints(checkpoint.parent)[:-1]:
         for name in _RESUME_ONLY_FILES:
             (earlier / name).unlink(missing_ok=True)
@@ -62,6 +100,12 @@ def is_stalled(lower_bounds: dict[int, float], patience: int) -> bool:
         return False
     best = best_step(lower_bounds)
     return sum(step > best for step in lower_bounds) >= patience
+
+
+def is_last(checkpoint: Path) -> bool:
+    """Whether training was at its end there: the trainer, resumed at its last step, would take one more."""
+    state = provenance.read_json(checkpoint / "trainer_state.json")
+    return bool(state["global_step"] >= state["max_steps"])
 
 
 def rotate(directory: Path, lower_bounds: dict[int, float], limit: int | None) -> None:

@@ -27,6 +27,7 @@ from specdist.losses import (
 from specdist.target import output_projection
 from specdist.training.arguments import check_arguments, settle_arguments
 from specdist.training.batches import DraftCollator, schedule
+from specdist.training.finite import StepWatch
 from specdist.training.on_policy import OnPolicy
 from specdist.training.order import seeded_by_epoch
 from specdist.training.target_output import TargetOutput, model_inputs
@@ -66,6 +67,8 @@ class DraftTrainer(SFTTrainer):
         self.places = self._places()
         self._sums = torch.zeros(len(objective.weights), device=self.args.device)
         self._count = torch.zeros((), device=self.args.device)
+        self.watch = StepWatch(list(objective.weights), arguments["data_collator"].examples)
+        self.add_callback(self.watch)
 
     def _places(self) -> Tensor:
         """A token's place among the draft's R logits, R where it has none: [tokenizer's size + 1], the last for all ids
@@ -124,6 +127,7 @@ class DraftTrainer(SFTTrainer):
         with self.accelerator.autocast():  # which the trainer applies to the model's own forward only
             distributions = self._distributions(inputs, supervised)
             total, sums = linear_objective(hidden, projection, tokens, self.objective, distributions)
+        self.watch.add_losses(total, sums)
         self._sums += sums
         self._count += supervised.sum()
         count = supervised.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
@@ -135,6 +139,7 @@ class DraftTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Batches of a step, some of them answered by the draft itself; their tokens are counted anew."""
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.watch.begin(batches)
         if self.on_policy is None or not batches:
             return batches, count
         model = self.accelerator.unwrap_model(self.model)
@@ -143,6 +148,9 @@ class DraftTrainer(SFTTrainer):
         with self.accelerator.autocast():
             batches = self.on_policy.rewrite(model, batches, self.state.global_step)
         return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
+        return self.watch.end(self, super()._get_grad_norm(model, grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each loss's own mean per token since the last log, where there are several."""

@@ -28,13 +28,14 @@ from specdist.losses import IGNORED, FullTarget, Objective, Projection, TargetDi
 from specdist.schema_heads import TOP
 from specdist.training.arguments import settle_arguments
 from specdist.training.batches import padded, rows_of, schedule
+from specdist.training.finite import StepWatch
 from specdist.training.order import seeded_by_epoch
 from specdist.training.target_output import TargetOutput
 
 
 class HeadsCollator:
-    """Makes a batch of items of `schedule`: `labels` [S], the answers' tokens, and `completion_index` [S], their places
-    in their answers.
+    """Makes a batch of items of `schedule`: their `members`, `labels` [S], the answers' tokens, and `completion_index`
+    [S], their places in their answers.
 
     With `states` the target's go along as `target_states` [S, D], and the target need not run. Else its `input_ids`
     [B, T] do, with `positions` [S], the places of the states that produced the tokens in all rows laid end to end. With
@@ -47,15 +48,16 @@ class HeadsCollator:
         self.examples, self.pad_token_id, self.packed, self.states = examples, pad_token_id, packed, states
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        members = [index for item in items for index in item["members"]]
         packs = [[self.examples[index] for index in item["members"]] for item in items if item["members"]]
         answers = [torch.as_tensor(row["input_ids"][row["prompt_length"] :]) for pack in packs for row in pack]
         nothing = [torch.empty(0, dtype=torch.long)]  # of items without members
         batch = {
+            "members": torch.tensor(members, dtype=torch.long),
             "labels": torch.cat(answers or nothing).long(),
             "completion_index": torch.cat([torch.arange(len(answer)) for answer in answers] or nothing),
         }
         if self.states is not None:
-            members = [index for item in items for index in item["members"]]
             batch["target_states"] = torch.cat([self.states.of(i) for i in members or [0]])[: len(batch["labels"])]
             return batch
         if not packs:
@@ -127,6 +129,8 @@ class ProjectionsTrainer(Trainer):
         self.objective: Objective = objective
         self.projection_weights = list(weights.values())
         self.losses = LossLog(list(weights), objective, self.args.device)
+        self.watch = StepWatch(list(weights), arguments["data_collator"].examples)
+        self.add_callback(self.watch)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return seeded_by_epoch(super()._get_train_sampler(train_dataset), self)
@@ -161,10 +165,20 @@ class ProjectionsTrainer(Trainer):
                 ranks=ranks,
             )
         self.losses.add(sums, labels, ranks)
+        self.watch.add_losses(total, sums.sum(dim=-1))
         if num_items_in_batch is None:
             return total / max(1, labels.shape[1])
         # The count covers all processes, over which DDP averages the gradients
         return total / torch.as_tensor(num_items_in_batch).clamp(min=1) * self.accelerator.num_processes
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Batches of a step, which are watched."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.watch.begin(batches)
+        return batches, count
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
+        return self.watch.end(self, super()._get_grad_norm(model, grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each one's mean objective since the last log, and the share of labels that were among its k best."""
