@@ -3,7 +3,8 @@
     accelerate launch recipes/distill_draft.py [--config recipes/configs/<target>/draft.yaml] [--key value …]
 
 Without arguments it makes the demo's draft model. A finished stage is skipped, an interrupted one continues.
-Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
+Exit status of this process: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do. `accelerate launch` makes
+1 of all but 0: `python recipes/distill_draft.py` starts one process and keeps it; OUTPUT_DIR/gate.json has the verdict.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from trl import SFTConfig
 
 from specdist.config import RecipeConfig
 from specdist.dataset.token_statistics import completion_counts, sample_texts
-from specdist.drafter_config import DraftArguments
+from specdist.drafter_config import DraftArguments, TrainedSize
 from specdist.drafters.causal_lm import DraftModelDrafter, load_draft_model, load_for_drafting, trainable_draft
 from specdist.drafters.initial import check_draft_model, write_initial_draft
 from specdist.drafters.vocabulary import DraftVocabulary, read_vocabulary
@@ -29,7 +30,8 @@ from specdist.stages.assess import Loader, assess_export, best_checkpoint, check
 from specdist.stages.data import evaluation_data, training_data
 from specdist.stages.distillation import distillation
 from specdist.stages.release import release
-from specdist.stages.run import Run, dtype_of, run_recipe, start
+from specdist.stages.run import Run, dtype_of, run_recipe
+from specdist.stages.start import start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.checkpoints import checkpoint_step
@@ -65,7 +67,7 @@ def draft_loader(run: Run) -> Loader:
 def main() -> int:
     config: RecipeConfig = parse(DraftArguments, SFTConfig, default_config=DEMO_CONFIG)
 
-    def check(target: Target) -> int:
+    def check(target: Target) -> TrainedSize:
         check_training(config.training, on_policy=config.objective.on_policy_share > 0)
         return check_draft_model(config.model, target)
 

@@ -4,7 +4,8 @@
 
 Without arguments it makes the demo's heads. The target is frozen, or learns with heads that were trained before
 (target_lora_rank: Medusa-2). A finished stage is skipped, an interrupted one continues.
-Exit status: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do.
+Exit status of this process: 0 promoted, 3 held, 4 rejected, 2 an error that says what to do. `accelerate launch` makes
+1 of all but 0: `python recipes/train_medusa.py` starts one process and keeps it; OUTPUT_DIR/gate.json has the verdict.
 """
 
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from specdist.config import RecipeConfig
-from specdist.drafter_config import LOW_RANK, HeadsArguments, check_heads
+from specdist.drafter_config import LOW_RANK, HeadsArguments, TrainedSize, check_heads
 from specdist.drafters.adapted_target import ADAPTER_DIRECTORY, adapters_size
 from specdist.drafters.heads import DraftHeads, HeadsOnTarget, HeadsShape, TargetEnds
 from specdist.evaluation.acceptance import HeadsScorer
@@ -25,7 +26,8 @@ from specdist.stages.data import evaluation_data, training_data
 from specdist.stages.distillation import heads_lesson, lesson_trainer
 from specdist.stages.heads import heads_loader, measured_heads, read_heads
 from specdist.stages.release import release
-from specdist.stages.run import dtype_of, run_recipe, start
+from specdist.stages.run import dtype_of, run_recipe
+from specdist.stages.start import start
 from specdist.stages.train import train
 from specdist.target import Target
 from specdist.training.arguments import check_arguments
@@ -52,14 +54,14 @@ def main() -> int:
     config: RecipeConfig = parse(HeadsArguments, TrainingArguments, default_config=DEMO_CONFIG)
     arguments = config.model
 
-    def check(target: Target) -> int:
+    def check(target: Target) -> TrainedSize:
         check_arguments(config.training)
         check_heads(arguments, config.evaluation, config.objective, config.target)
         if arguments.init_heads:
             starting_heads(arguments.init_heads, heads_shape(arguments, target), target)
         with torch.device("meta"):
             heads = DraftHeads(heads_shape(arguments, target))
-        return 4 * (sum(p.numel() for p in heads.parameters()) + adapters_size(target, arguments))
+        return TrainedSize.whole(sum(p.numel() for p in heads.parameters()) + adapters_size(target, arguments))
 
     run = start(config, arguments.head_kind, check=check)
     if run is None:

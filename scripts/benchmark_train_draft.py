@@ -115,9 +115,7 @@ def make_trainer(way: str, args: argparse.Namespace, target: Target, rows: Datas
     model = target.load_model(getattr(torch, args.dtype), device())
     states = None
     if way == "states":
-        states = target_states(
-            args.states, rows, lambda: model, hidden_size=target.config.get_text_config().hidden_size
-        )
+        states = target_states(args.states, rows, lambda: model)
     trainer = draft_trainer(
         make_draft_model(DraftArguments(draft_layers=args.layers), target)[0],
         target.tokenizer,

@@ -126,7 +126,7 @@ def make_trainer(
     projection, states = output_projection(model, target.config), None
     vocab_size, hidden_size = projection.weight.shape
     if way in (OWN_CACHED, CACHED):
-        states = target_states(args.directory / "states", examples, lambda: model, hidden_size=hidden_size)
+        states = target_states(args.directory / "states", examples, lambda: model)
     form = OURS[way]
     heads = DraftHeads(HeadsShape(num_heads, 1, hidden_size, vocab_size, MEDUSA, form, RANK if form == LOW_RANK else 0))
     heads.copy_projection(projection.weight)

@@ -331,6 +331,17 @@ class ReleaseArguments:
     dry_run: bool = field(default=False, metadata={"help": "Check everything, print the plan, do nothing."})
 
 
+def _plain(value: Any) -> Any:
+    """A training argument as YAML writes it: the trainer turns names into enumerations and some dicts into objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
 @dataclass(frozen=True)
 class RecipeConfig:
     """A recipe's whole configuration. `model` is the recipe's own dataclass, `training` the trainer's arguments."""
@@ -350,6 +361,5 @@ class RecipeConfig:
         ours = (self.target, self.prompts, self.data, self.objective, self.model, self.evaluation, self.release)
         values = {key: value for part in ours for key, value in dataclasses.asdict(part).items()}
         for key in self.given.keys() - values.keys():
-            value = getattr(self.training, key)
-            values[key] = value.value if isinstance(value, enum.Enum) else value
+            values[key] = _plain(getattr(self.training, key))
         return {key: value for key, value in sorted(values.items()) if key not in ("dry_run", "only_data")}

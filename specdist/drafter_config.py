@@ -11,6 +11,21 @@ HEAD_KINDS = (MEDUSA, HYDRA) = ("medusa", "hydra")
 HEAD_PROJECTIONS = (SHARED, OWN, LOW_RANK) = ("shared", "own", "low_rank")
 
 
+@dataclass(frozen=True)
+class TrainedSize:
+    """How large what is trained is: parameters in `total`, and of them those that learn (adapters alone, where there
+    are any), which are what a checkpoint holds; `held_bytes` are the weights in memory while it trains."""
+
+    total: int
+    learned: int
+    held_bytes: int
+
+    @classmethod
+    def whole(cls, parameters: int) -> "TrainedSize":
+        """All of a model in fp32."""
+        return cls(parameters, parameters, 4 * parameters)
+
+
 @dataclass
 class DraftArguments:
     """The draft model before training, and what of it is trained."""

@@ -1,6 +1,6 @@
 """Owns what tests of distillation datasets share: prompts, a tiny target's engine, and a dataset made of both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ def engine(model: LlamaForCausalLM, *, batch_rows: int = 5, num_top_logprobs: in
         max_batch_tokens=100_000,
         num_top_logprobs=num_top_logprobs,
     )
+
+
+def tiny_engine(kind: type[TransformersEngine] = TransformersEngine, *, eos: Sequence[int] = EOS) -> Engine:
+    """The tiny target in an engine of this class, which ends texts at `eos`."""
+    model = make_tiny_llama(len(TOKENIZER))
+    return kind(model, eos_token_ids=eos, pad_token_id=265, max_batch_rows=4, max_batch_tokens=9999)
 
 
 def build(

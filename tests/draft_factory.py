@@ -74,7 +74,7 @@ def target_output(*, live: bool = True) -> TargetOutput:
 
 
 def states_of(rows: Dataset, directory: Path) -> TargetStates:
-    return target_states(directory, rows, lambda: TARGET, hidden_size=32)
+    return target_states(directory, rows, lambda: TARGET)
 
 
 def with_top_tokens(rows: Dataset, best: int) -> Dataset:

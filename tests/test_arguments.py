@@ -1,10 +1,14 @@
 """Configuration: what wins, what is refused and with which hint, and that the resolved one loads again."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 from specdist.config import EvaluationArguments, RecipeConfig
@@ -12,6 +16,9 @@ from specdist.drafter_config import DraftArguments, HeadsArguments, check_heads
 from specdist.errors import ConfigError
 from specdist.objective import ObjectiveArguments
 from specdist.stages.arguments import _with_old_names, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {True: (DraftArguments, SFTConfig), False: (HeadsArguments, TrainingArguments)}  # by: is it a draft model?
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> RecipeConfig:
@@ -53,6 +60,10 @@ def test_lists_and_nothing_come_from_both(tmp_path: Path) -> None:
         ("speed_lengths: [0, -3]", [], "speed_lengths = 0: expected 1 to 10"),
         ("speed_lengths: []", [], "speed_lengths"),
         ("learning_rate: quick", [], "learning_rate = 'quick': expected a number"),
+        ("top_p: [0.9]", [], r"top_p = \[0.9\]: expected a number"),
+        ("train_temperatures: [warm]", [], "train_temperatures = 'warm': expected a number"),
+        ("draft_layers: [0, 1.5]", [], "draft_layers: holds 1.5, expected whole numbers"),
+        ("train_prompts: [7]", [], "train_prompts: holds 7, expected text"),
         ("- a\n- b", [], "not valid YAML|key: value"),
     ],
 )
@@ -61,6 +72,83 @@ def test_a_wrong_key_or_value_is_refused_with_a_hint(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text, *arguments)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's type; a whole number is not a float here, nor a truth value a number."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(fits(value, kind) for kind in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
+    return hint is Any or type(value) is (get_origin(hint) or hint)
+
+
+def assert_types(config: RecipeConfig) -> None:
+    parts = (getattr(config, part) for part in RecipeConfig.__annotations__ if part not in ("training", "given"))
+    wrong = [
+        f"{key} = {value!r}: {hint}"
+        for part in parts
+        for key, hint in get_type_hints(type(part)).items()
+        if not fits(value := getattr(part, key), hint)
+    ]
+    assert wrong == []
+
+
+CONFIGS = sorted(
+    path
+    for path in (ROOT / "recipes/configs").rglob("*.yaml")
+    if path.name != "gate.yaml" and not path.name.endswith("-variants.yaml")
+)
+README_BLOCKS = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "recipes/configs")))
+def test_each_shipped_configuration_gives_every_field_its_type(path: Path, tmp_path: Path) -> None:
+    assert len(CONFIGS) >= 11
+    arguments = ["--output_dir", str(tmp_path)]
+    config = parse(*KINDS["draft" in path.name], default_config=str(path), arguments=arguments)
+    assert_types(config)
+    for sources in (config.prompts.train_prompts, config.prompts.eval_prompts):
+        assert all((ROOT / source).exists() for source in sources), sources
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=lambda block: block.split(":")[0])
+def test_the_readmes_yaml_can_be_pasted(block: str, tmp_path: Path) -> None:
+    assert len(README_BLOCKS) >= 4
+    path = tmp_path / "pasted.yaml"
+    path.write_text(block + "output_dir: runs/pasted\n", encoding="utf-8")
+    draft = not {"head_kind", "init_heads"} & yaml.safe_load(block).keys()
+    assert_types(parse(*KINDS[draft], default_config=str(path), arguments=[]))
+
+
+def test_a_lists_only_item_may_stand_alone(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        "train_prompts: mine.jsonl\nobjective: negative_log_acceptance\ntrain_temperatures: 7e-1\n"
+        "speed_batch_sizes: 8\nlora_rank: 4\nlora_target_modules: q_proj\nlabel_names: labels\ndraft_layers:",
+    )
+    assert config.prompts.train_prompts == ["mine.jsonl"]
+    assert config.objective.objective == ["negative_log_acceptance"]
+    assert config.data.train_temperatures == [0.7]
+    assert config.evaluation.speed_batch_sizes == [8]
+    assert config.model.lora_target_modules == ["q_proj"]
+    assert config.training.label_names == ["labels"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accelerator_config: {dispatch_batches: false}",
+        "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {lr_end: 1.0e-6}",
+        "debug: [underflow_overflow]",
+        "fsdp: true\nfsdp_config: {reshard_after_forward: true}",
+    ],
+    ids=lambda line: line.split(":")[0],
+)
+def test_what_the_trainer_makes_objects_of_is_recorded_and_loads_again(tmp_path: Path, line: str) -> None:
+    config = read(tmp_path, line)
+    again = read(tmp_path, yaml.safe_dump(config.resolved()))
+    assert again.resolved() == config.resolved()
 
 
 def test_a_missing_file_is_refused() -> None:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_tiny_llama
-from distill_factory import INPUTS, NUM_ROWS, PROMPTS, SAMPLED, TARGET, TOKENIZER, build, engine, prompt
+from distill_factory import INPUTS, NUM_ROWS, PROMPTS, SAMPLED, TARGET, TOKENIZER, build, engine, prompt, tiny_engine
 from warm_process import PROCESSES
 
 from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows
@@ -336,19 +337,19 @@ def test_a_later_turn_that_is_too_long_ends_the_conversation_with_a_count(tmp_pa
 
 def test_answers_of_one_token_are_kept(tmp_path: Path):
     everything = replace(INPUTS, target=replace(TARGET, eos_token_ids=list(range(len(TOKENIZER)))))
-
-    def one_token() -> Engine:
-        model = make_tiny_llama(len(TOKENIZER))
-        return TransformersEngine(
-            model,
-            eos_token_ids=everything.target.eos_token_ids,
-            pad_token_id=265,
-            max_batch_rows=4,
-            max_batch_tokens=9999,
-        )
-
-    build(tmp_path, inputs=everything, make_engine=one_token)
+    build(tmp_path, inputs=everything, make_engine=lambda: tiny_engine(eos=everything.target.eos_token_ids))
     assert {(len(r.completion_ids), r.finish_reason) for r in read_rows(tmp_path)[1]} == {(1, "stop")}
+
+
+def test_what_an_engine_finished_before_it_failed_is_kept(tmp_path: Path):
+    class Failing(TransformersEngine):
+        def answers(self, next_request: Callable[[], Request | None]) -> Iterator[Answer]:
+            yield from islice(super().answers(next_request), 5)
+            raise ArtifactError("no server has answered")
+
+    with pytest.raises(ArtifactError, match="no server has answered"):
+        build(tmp_path, PROMPTS[:10], make_engine=lambda: tiny_engine(Failing), shard_rows=100)
+    assert sum(Shard(path).columns(["id"]).num_rows for path in shard_paths(tmp_path)) == 5
 
 
 def test_an_engine_with_a_smaller_context_is_refused_before_any_row(tmp_path: Path):

@@ -159,7 +159,7 @@ def test_t8_the_prompt_is_not_distilled(tmp_path: Path) -> None:
     """A target that differs from the draft at prompt positions alone gives no loss."""
     rows = examples(ROWS)
     draft = make_tiny_llama(268)
-    states = target_states(tmp_path / "states", rows, lambda: draft, hidden_size=32)
+    states = target_states(tmp_path / "states", rows, lambda: draft)
     trainer = make_trainer(
         tmp_path,
         rows,

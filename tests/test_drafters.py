@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
 
-from specdist.drafter_config import DraftArguments
-from specdist.drafters.causal_lm import load_draft_model, load_for_drafting
+from specdist.drafter_config import DraftArguments, TrainedSize
+from specdist.drafters.causal_lm import load_draft_model, load_for_drafting, trainable_draft
 from specdist.drafters.initial import ORIGIN_FILE, DraftOrigin, check_draft_model, make_draft_model, write_initial_draft
 from specdist.drafters.vocabulary import read_vocabulary
 from specdist.errors import ArtifactError, ConfigError, TokenizerMismatch
@@ -48,7 +48,17 @@ def test_layers_that_the_target_lacks_are_refused_before_weights_are_read(target
 def test_the_checked_size_is_that_of_the_draft(target: Target, rule: str) -> None:
     arguments = DraftArguments(draft_layer_rule=rule, num_draft_layers=1)
     draft, _ = make_draft_model(arguments, target, TEXTS)
-    assert check_draft_model(arguments, target) == 4 * draft.num_parameters()
+    assert check_draft_model(arguments, target) == TrainedSize.whole(draft.num_parameters())
+
+
+def test_the_checked_size_knows_adapters_from_what_they_are_on(target: Target, tmp_path: Path) -> None:
+    arguments = DraftArguments(draft_layers=[0], lora_rank=4)
+    write_initial_draft(tmp_path, arguments, target)
+    adapted = trainable_draft(tmp_path, arguments, "cpu")
+    learned = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in adapted.parameters()) - learned
+    assert 0 < learned < total
+    assert check_draft_model(arguments, target) == TrainedSize(total, learned, 4 * (total + learned))
 
 
 def test_the_chosen_layers_lie_beside_the_draft(target: Target, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def train_once(
     settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "bf16": bf16}
     arguments = TrainingArguments(**sgd_settings(tmp_path, **settings))
     examples = Dataset.from_list(rows)
-    states = target_states(tmp_path / "states", examples, lambda: TARGET, hidden_size=WIDTH) if cached else None
+    states = target_states(tmp_path / "states", examples, lambda: TARGET) if cached else None
     before = {name: tensor.clone() for name, tensor in TARGET.state_dict().items()}
     projection = output_projection(TARGET, TARGET.config)
     trainer = heads_trainer(

@@ -31,7 +31,7 @@ def first_lines(path: Path) -> list[str]:
 def test_there_is_something_to_check() -> None:
     assert RECIPES
     assert CONFIGS
-    assert len(LAUNCH_CONFIGS) >= 6
+    assert len(LAUNCH_CONFIGS) >= 5
     assert len(CODE) > 20
     assert len(SHELL) >= 4
 

@@ -14,6 +14,7 @@ from specdist.generation import pool
 from specdist.generation.endpoint import TokenizerProbe
 from specdist.generation.engine import Answer, Request
 from specdist.generation.server import ServerEngine
+from specdist.generation.vllm_terms import VllmTerms
 from specdist.schema import SamplingSpec
 
 GREEDY = SamplingSpec(max_new_tokens=6)
@@ -349,3 +350,9 @@ def test_another_model_behind_the_same_url_is_noticed(serve: Callable[..., FakeS
     server.model = "else"
     with pytest.raises(ArtifactError, match="answers as model else, expected target"):
         run(engine, requests(1))
+
+
+def test_d9_an_end_of_text_as_the_last_allowed_token_ends_by_itself() -> None:
+    request = requests(1)[0]
+    answer = VllmTerms([EOS]).answer(request, [5, 6, 7, 8, 9, EOS], "length", None, "vllm")
+    assert answer == Answer(request, [5, 6, 7, 8, 9, EOS], "stop")

@@ -209,16 +209,18 @@ def _row(answer: Answer, conversation: Conversation, turn: int, sample_index: in
 def _write_rows(
     directory: Path, work: _Work, engine: Engine, speed: Throughput, *, shard_rows: int, fingerprint: str
 ) -> None:
-    """Write shards as answers come, each with whole conversations, after `shard_rows` rows or a minute."""
+    """Write shards of whole conversations as answers come: after `shard_rows` rows, a minute, or the engine's end."""
     rows: list[DistillRow] = []
     flushed = time.monotonic()
-    for answer in engine.answers(work.next_request):
-        finished = work.take(answer)
-        rows += finished
-        speed.add(tokens=len(answer.completion_ids), units=1 if finished else 0)
-        if len(rows) >= shard_rows or (rows and time.monotonic() - flushed > _FLUSH_SECONDS):
+    try:
+        for answer in engine.answers(work.next_request):
+            finished = work.take(answer)
+            rows += finished
+            speed.add(tokens=len(answer.completion_ids), units=1 if finished else 0)
+            if len(rows) >= shard_rows or (rows and time.monotonic() - flushed > _FLUSH_SECONDS):
+                write_shard(directory, rows, fingerprint=fingerprint, engine=engine.name)
+                rows, flushed = [], time.monotonic()
+    finally:  # an engine that fails, or an interrupt, costs no row that was finished
+        if rows:
             write_shard(directory, rows, fingerprint=fingerprint, engine=engine.name)
-            rows, flushed = [], time.monotonic()
-    if rows:
-        write_shard(directory, rows, fingerprint=fingerprint, engine=engine.name)
     speed.finish()

@@ -23,6 +23,7 @@ from specdist.dataset.examples import column_lengths
 from specdist.errors import ArtifactError
 from specdist.progress import track
 from specdist.provenance import atomic_path, remove_leftovers
+from specdist.target import output_projection
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +60,12 @@ def _shard_starts(offsets: np.ndarray) -> list[int]:
     return starts
 
 
-def target_states(
-    directory: Path, examples: Dataset, load_model: Callable[[], PreTrainedModel], *, hidden_size: int
-) -> TargetStates:
+def target_states(directory: Path, examples: Dataset, load_model: Callable[[], PreTrainedModel]) -> TargetStates:
     """The states of `examples` (input_ids, prompt_length) in `directory`, which names all that determines them.
 
-    Shards that are there are kept, so that a killed run continues; processes share the work. Row i of an example's
-    states produced its completion token i. Raises ArtifactError where the disk lacks room, or where the states do not
-    give the target's own choices.
+    Shards that are there are kept, so that a killed run continues; processes share the work, and no other run may work
+    in `directory`. Row i of an example's states produced its completion token i. Raises ArtifactError where the disk
+    lacks room for the shards that are missing, or where the states do not give the target's own logits.
     """
     state = PartialState()
     lengths = column_lengths(examples, "input_ids") - np.array(examples["prompt_length"])
@@ -75,21 +74,23 @@ def target_states(
     bounds = list(zip(starts, [*starts[1:], len(examples)], strict=True))
     missing = [i for i in range(len(bounds)) if not _shard_path(directory, i).exists()]
     if missing:
+        model = load_model()
         if state.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(directory)
-            _check_room(directory, int(lengths.sum()) * hidden_size * 2)
+            positions = sum(int(offsets[end] - offsets[start]) for start, end in (bounds[i] for i in missing))
+            _check_room(directory, positions * model.config.get_text_config().hidden_size * model.dtype.itemsize)
         state.wait_for_everyone()
-        _write(directory, examples, load_model(), bounds, missing[state.process_index :: state.num_processes])
+        _write(directory, examples, model, bounds, missing[state.process_index :: state.num_processes])
         state.wait_for_everyone()
     return TargetStates(directory, offsets, starts)
 
 
 def _check_room(directory: Path, needed: int) -> None:
-    logger.info("target's states: %.2f GB in %s", needed / 1e9, directory)
+    logger.info("target's states: %.2f GB to write in %s", needed / 1e9, directory)
     if (free := shutil.disk_usage(directory).free) < needed:
         raise ArtifactError(
-            f"{directory}: the target's states need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
+            f"{directory}: the target's states need {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free; "
             "free some, or set cache_target_states: false"
         )
 
@@ -98,7 +99,7 @@ def _write(
     directory: Path, examples: Dataset, model: PreTrainedModel, bounds: list[tuple[int, int]], shards: list[int]
 ) -> None:
     total = sum(bounds[i][1] - bounds[i][0] for i in shards)
-    _check_choices(model, examples[0]["input_ids"])
+    _check_logits(model, examples[0]["input_ids"])
     progress = iter(track(range(total), total, "target's states", logger))
     for shard in shards:
         members = examples.select(range(*bounds[shard]))
@@ -135,13 +136,21 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _check_choices(model: PreTrainedModel, token_ids: list[int]) -> None:
-    """Raise ArtifactError unless the projection of the final states makes the target's own choices."""
+def _check_logits(model: PreTrainedModel, token_ids: list[int]) -> None:
+    """Raise ArtifactError unless the output projection of the final states gives the target's own logits.
+
+    They may differ by rounding in the target's dtype; a wrong scale, cap or norm is far beyond it.
+    """
+    projection = output_projection(model, model.config)
+    device = projection.weight.device  # the last one, where the target is spread over several
     ids = torch.tensor([token_ids], device=model.device)
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    ours = model.get_output_embeddings()(states).argmax(dim=-1)
-    if not torch.equal(ours, model(input_ids=ids, use_cache=False).logits.argmax(dim=-1)):
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.to(device)  # [1, T, D]
+    own = model(input_ids=ids, use_cache=False).logits.to(device).float()  # [1, T, V]
+    difference = float((projection.of(states) - own).norm() / own.norm())
+    tolerance = max(4 * torch.finfo(model.dtype).eps, 1e-3)  # at least that of TF32
+    if not difference <= tolerance:  # also where one is not a number
         raise ArtifactError(
-            f"{type(model).__name__}: its last_hidden_state under its output projection does not give its own choices "
-            "(no final norm?), so its states cannot stand for its distribution; set target_distribution: top"
+            f"{type(model).__name__}: its last_hidden_state under its output projection gives logits that differ from "
+            f"its own by {difference:.1%}, expected {tolerance:.1%} at most (no final norm, or a scale of another "
+            "kind?), so its states cannot stand for its distribution; set target_distribution: top"
         )

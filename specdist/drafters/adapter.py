@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdist import provenance
-from specdist.drafter_config import DraftArguments, HeadsArguments
+from specdist.drafter_config import DraftArguments, HeadsArguments, TrainedSize
 from specdist.errors import ArtifactError, ConfigError
 from specdist.record import Record
 
@@ -107,6 +107,19 @@ def add_adapters(base: PreTrainedModel, arguments: DraftArguments, *, seed: int)
         target_modules=_ALL_LINEAR if modules == [_ALL_LINEAR] else modules,
         base_model_name_or_path="../../init",  # from a checkpoint of a run
     )
+
+
+def trained_size(base: PreTrainedModel, arguments: DraftArguments) -> TrainedSize:
+    """The size of what is trained of `base`, which is on the meta device. Raises as `check_adapters`."""
+    total = base.num_parameters()
+    if not arguments.lora_rank:
+        return TrainedSize.whole(total)
+    linear = [m.weight for m in base.modules() if isinstance(m, nn.Linear) and m is not base.get_output_embeddings()]
+    four_bit = sum(weight.numel() for weight in linear) if arguments.load_in_4bit else 0
+    with torch.device("meta"):
+        adapted = add_adapters(base, arguments, seed=0)
+    learned = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    return TrainedSize(total, learned, 4 * (total - four_bit + learned) + four_bit // 2)
 
 
 def add_target_adapters(target: PreTrainedModel, arguments: HeadsArguments, name: str, *, seed: int) -> Adapted:

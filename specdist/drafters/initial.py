@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from specdist import provenance
-from specdist.drafter_config import DraftArguments
-from specdist.drafters.adapter import check_adapters
+from specdist.drafter_config import DraftArguments, TrainedSize
+from specdist.drafters.adapter import trained_size
 from specdist.drafters.causal_lm import load_draft_model
 from specdist.drafters.prune import check_layer_choice, choose_layers, prune_layers, pruned_config
 from specdist.drafters.vocabulary import (
@@ -56,8 +56,8 @@ def _external_config(init: str, target: Target) -> PretrainedConfig:
     return config
 
 
-def check_draft_model(arguments: DraftArguments, target: Target) -> int:
-    """Check, without loading weights, that the draft can be made for `target`; returns its size in bytes in fp32.
+def check_draft_model(arguments: DraftArguments, target: Target) -> TrainedSize:
+    """Check, without loading weights, that the draft can be made for `target`; returns its size.
 
     Raises TokenizerMismatch, ArtifactError (no such model) or ConfigError (layers, vocabulary or adapters that cannot
     be).
@@ -72,8 +72,7 @@ def check_draft_model(arguments: DraftArguments, target: Target) -> int:
         select_vocabulary(counts, arguments.draft_vocab_size, target.identity.eos_token_ids)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    check_adapters(model, arguments)
-    return 4 * model.num_parameters()
+    return trained_size(model, arguments)
 
 
 def _external_draft(init: str, target: Target) -> PreTrainedModel:

@@ -68,7 +68,8 @@ class VllmTerms:
                 "serve the target without a limit of the server's own (--generation-config vllm)"
             )
         top = self._top_logprobs(completion_ids, best or [], where) if self.num_top_logprobs else None
-        return Answer(request, completion_ids, finish_reason, top)
+        # vLLM says length of an end of text that is the last token allowed
+        return Answer(request, completion_ids, "stop" if ended else finish_reason, top)
 
     def _top_logprobs(self, completion_ids: list[int], best: Sequence[dict[int, float]], where: str) -> TopLogprobs:
         if len(best) != len(completion_ids):

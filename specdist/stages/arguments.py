@@ -9,7 +9,8 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -62,17 +63,33 @@ def _check_keys(keys: Sequence[str], known: set[str], where: str) -> None:
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")
 
 
-def _numbers_from_text(values: dict[str, Any], types: Sequence[type]) -> dict[str, Any]:
-    """YAML reads 1e-4 as text: turn it into the number where the field is one."""
-    kinds = {f.name: f.type for t in types for f in dataclasses.fields(t)}
-    fixed = dict(values)
-    for key, value in values.items():
-        if isinstance(value, str) and kinds.get(key) in (float, "float", float | None):
-            try:
-                fixed[key] = float(value)
-            except ValueError:
-                raise ConfigError(f"{key} = {value!r}: expected a number") from None
-    return fixed
+def _item(key: str, value: Any, kind: Any) -> Any:
+    """One value as `kind` has it: YAML reads 1e-4 as text and 1 as a whole number. Raises ConfigError on another."""
+    if kind is float and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, TypeError):
+            raise ConfigError(f"{key} = {value!r}: expected a number") from None
+    if kind in (int, str) and type(value) is not kind:
+        raise ConfigError(f"{key}: holds {value!r}, expected {'whole numbers' if kind is int else 'text'} in the list")
+    return value
+
+
+def _as_typed(key: str, value: Any, hint: Any) -> Any:
+    """A value of the YAML file as its field's type has it; a list's only item may stand alone."""
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if value is None or str in kinds:
+        return value
+    if lists := [kind for kind in kinds if get_origin(kind) is list]:
+        return [_item(key, item, get_args(lists[0])[0]) for item in (value if isinstance(value, list) else [value])]
+    return _item(key, value, float) if float in kinds else value
+
+
+def _from_yaml(path: Path, types: Sequence[type], known: set[str]) -> dict[str, Any]:
+    values = _with_old_names(_read_yaml(path), known)
+    _check_keys(list(values), known, str(path))
+    hints = {key: hint for t in types for key, hint in get_type_hints(t).items()}
+    return {key: _as_typed(key, value, hints[key]) for key, value in values.items()}
 
 
 def _with_old_names(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -104,8 +121,7 @@ def parse(
     ]
     known = {f.name for t in types for f in dataclasses.fields(t) if f.init}
     on_command_line = [item[2:].split("=")[0].replace("-", "_") for item in rest if item.startswith("--")]
-    from_file = _with_old_names(_numbers_from_text(_read_yaml(path), types), known)
-    _check_keys(list(from_file), known, str(path))
+    from_file = _from_yaml(path, types, known)
     _check_keys(on_command_line, known, "command line")
     parser = TrlParser(types, allow_abbrev=False)
     defaults = {

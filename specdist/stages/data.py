@@ -27,8 +27,11 @@ _EMBEDDED = "transformers"
 
 
 @contextmanager
-def _sole_writer(run: Run, directory: Path) -> Iterator[None]:
-    """Let one run at a time work on a dataset: runs of one target share them, and may be started side by side."""
+def sole_writer(run: Run, directory: Path) -> Iterator[None]:
+    """Let one run at a time work in a directory: runs of one target share datasets, and may be started side by side.
+
+    All processes of a run call this; the lock lies beside the directory.
+    """
     lock = FileLock(directory.with_suffix(".lock"))
     if run.is_main:
         directory.mkdir(parents=True, exist_ok=True)
@@ -40,18 +43,17 @@ def _sole_writer(run: Run, directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(
+def _inputs(
     run: Run,
     prompts: PromptSet,
     samplings: list[SamplingSpec],
-    make_engine: Callable[[], Engine],
     *,
-    engine: str,
+    engine: str = _EMBEDDED,
     dtype: str,
     num_top_logprobs: int = 0,
-) -> Path:
+) -> DatasetInputs:
     data = run.config.data
-    inputs = DatasetInputs(
+    return DatasetInputs(
         target=run.target.identity,
         prompts_sha256=prompts.sha256,
         chat_format=data.chat_format(),
@@ -63,21 +65,46 @@ def _build(
         seed=data.generation_seed,
         num_top_logprobs=num_top_logprobs,
     )
-    directory = Path(data.data_dir) / dataset_fingerprint(inputs)
-    with _sole_writer(run, directory):
+
+
+def _training_inputs(run: Run) -> DatasetInputs:
+    data, dtype = run.config.data, run.config.target.target_dtype
+    samplings, top = data.train_samplings(), data.top_logprobs
+    return _inputs(run, run.train_prompts, samplings, engine=data.engine, dtype=dtype, num_top_logprobs=top)
+
+
+def _evaluation_inputs(run: Run, sampling: SamplingSpec) -> DatasetInputs:
+    return _inputs(run, run.eval_prompts, [sampling], dtype=run.config.target.eval_dtype)
+
+
+def training_directory(run: Run) -> Path:
+    """Where the answers to train on lie, or will."""
+    data = run.config.data
+    return Path(data.train_dataset or Path(data.data_dir) / dataset_fingerprint(_training_inputs(run)))
+
+
+def evaluation_directory(run: Run, sampling: SamplingSpec) -> Path:
+    """Where the answers to evaluate on under `sampling` lie, or will."""
+    return Path(run.config.data.data_dir) / dataset_fingerprint(_evaluation_inputs(run, sampling))
+
+
+def _build(
+    run: Run, directory: Path, inputs: DatasetInputs, prompts: PromptSet, make_engine: Callable[[], Engine]
+) -> DatasetManifest:
+    with sole_writer(run, directory):
         manifest = build_dataset(
             directory,
             inputs,
             prompts,
             Renderer(run.target.tokenizer, inputs.chat_format),
             make_engine,
-            shard_rows=data.shard_rows,
+            shard_rows=run.config.data.shard_rows,
             rank=run.state.process_index,
             world_size=run.state.num_processes,
             barrier=run.state.wait_for_everyone,
         )
     _report(directory, manifest)
-    return directory
+    return manifest
 
 
 def _report(directory: Path, manifest: DatasetManifest) -> None:
@@ -105,9 +132,8 @@ def training_data(run: Run, *, max_length: int) -> TrainingData:
 
     Raises ArtifactError where `train_dataset` names a dataset that another target or chat format made.
     """
-    data = run.config.data
+    data, directory = run.config.data, training_directory(run)
     if data.train_dataset:
-        directory = Path(data.train_dataset)
         manifest = read_manifest(directory)
         check_target(directory, manifest, run.target.identity, data.chat_format())
         if manifest.inputs.engine == GIVEN_ENGINE:
@@ -119,16 +145,13 @@ def training_data(run: Run, *, max_length: int) -> TrainingData:
         _report(directory, manifest)
     else:
         dtype = run.config.target.target_dtype
-        directory = _build(
+        manifest = _build(
             run,
+            directory,
+            _training_inputs(run),
             run.train_prompts,
-            data.train_samplings(),
             lambda: training_engine(run.config, run.target, run.context_length, lambda: run.target_model(dtype)),
-            engine=data.engine,
-            dtype=dtype,
-            num_top_logprobs=data.top_logprobs,
         )
-        manifest = read_manifest(directory)
     if (share := manifest.num_truncated / manifest.num_rows) > data.max_truncated_share:
         logger.warning(
             "%.0f %% of the answers are cut off by train_max_new_tokens, more than max_truncated_share %.0f %%: the "
@@ -151,18 +174,18 @@ def evaluation_data(run: Run, *, need_states: bool, samplings: Sequence[Sampling
     load_model = cache(lambda: run.target_model(dtype))  # loaded once, and only if something is missing
     sets = []
     for sampling in run.config.data.eval_samplings() if samplings is None else samplings:
-        directory = _build(
+        directory = evaluation_directory(run, sampling)
+        _build(
             run,
+            directory,
+            _evaluation_inputs(run, sampling),
             run.eval_prompts,
-            [sampling],
             lambda: embedded_engine(run.config, run.target, load_model),
-            engine=_EMBEDDED,
-            dtype=dtype,
         )
         _, rows = read_rows(directory)
         if not need_states and sampling.is_greedy:
             sets.append(EvalSet(sampling, [EvalText(row) for row in rows]))
             continue
-        with _sole_writer(run, directory), run.state.main_process_first():
+        with sole_writer(run, directory), run.state.main_process_first():
             sets.append(add_target_features(rows, sampling, load_model, directory / "target-states.safetensors"))
     return sets

@@ -17,7 +17,7 @@ from specdist.drafters.heads import DraftHeads
 from specdist.drafters.vocabulary import shared_vocabulary_size
 from specdist.errors import ConfigError
 from specdist.losses import Objective
-from specdist.stages.data import TrainingData
+from specdist.stages.data import TrainingData, sole_writer
 from specdist.stages.run import Run
 from specdist.target import output_projection, shard_layers
 from specdist.training.batches import DraftCollator
@@ -62,8 +62,8 @@ def _pad_token_id(run: Run) -> int:
 def _states(run: Run, data: TrainingData, load_model: Callable[[], PreTrainedModel], max_length: int) -> TargetStates:
     dtype = run.config.target.target_dtype
     name = f"states-{max_length}-{dtype}-{data.manifest.rows_sha256[:12]}-{run.target.identity.weights_sha256[:12]}"
-    hidden_size = run.target.config.get_text_config().hidden_size
-    return target_states(data.directory / name, data.examples, load_model, hidden_size=hidden_size)
+    with sole_writer(run, data.directory / name):
+        return target_states(data.directory / name, data.examples, load_model)
 
 
 def distillation(run: Run, data: TrainingData) -> Distillation:
