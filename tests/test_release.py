@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from heads_factory import export_heads, make_heads
 from huggingface_hub import ModelCard
-from registry_factory import empty_database
+from registry_factory import Killed, empty_database, raise_after
 from report_factory import make_report as make_full_report
 from test_run import begin
 
 from specdist.drafter_config import OWN
+from specdist.errors import ArtifactError
 from specdist.evaluation.report import REPORT_FILE, read_report
 from specdist.export_record import read_record
 from specdist.provenance import write_json
+from specdist.registry.history import History
+from specdist.registry.mlflow import ModelRecord
 from specdist.registry.store import Registry
 from specdist.schema import EvalReport
 from specdist.stages.release import read_release, release
@@ -90,6 +93,31 @@ def test_a_promoted_drafter_serves_a_held_one_is_challenger_and_both_are_counted
     assert run.registry.champion_path().resolve() == champion.path
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(ModelRecord, "set_champion"), (History, "append")],
+    ids=["after the alias", "after the history"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first champion", "second champion"])
+def test_a_run_that_was_killed_while_it_published_is_finished_by_repeating_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, first: bool
+) -> None:
+    if not first:
+        publish_rival(run, tmp_path / "rival", 0.9)
+    report, number = measured(run, 1.2), "1" if first else "2"
+    with monkeypatch.context() as patch:
+        raise_after(owner, name, patch)
+        with pytest.raises(Killed):
+            release(run, report)
+    verdict = (run.directory / "gate.json").read_text()
+    assert release(run, report) == 0, "it is not judged against itself"
+    assert (run.directory / "gate.json").read_text() == verdict
+    assert run.registry.champion_path().resolve().name == number
+    assert (len(run.registry.versions()), run.registry.challenger()) == (int(number), None)
+    with pytest.raises(ArtifactError, match=f"is the champion, version {number}"):
+        run.registry.challenge(run.export, files={}, tags={})
+
+
 @pytest.mark.parametrize(("rival", "status"), [(1.05, 0), (1.4, 4)], ids=["a weaker one", "a better one"])
 def test_a_drafter_is_judged_again_where_another_one_came_first(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rival: float, status: int
@@ -111,6 +139,13 @@ def test_a_drafter_is_judged_again_where_another_one_came_first(
     assert champion is not None
     assert champion.number == ("2" if status == 0 else "1")
     assert [entry["version"] for entry in run.registry.history()] == (["1", "2"] if status == 0 else ["1"])
+
+
+def test_the_same_target_under_another_name_is_the_same(run: Run, tmp_path: Path) -> None:
+    publish_rival(run, tmp_path / "rival", 1.0)
+    report = measured(run, 1.2, seed=2)
+    moved = replace(run.target, identity=replace(run.target.identity, model_id="org/tiny-target"))
+    assert release(replace(run, target=moved), report) == 0
 
 
 def test_x1_a_damaged_export_is_rejected_and_not_published(run: Run) -> None:

@@ -139,6 +139,7 @@ def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -
     """
     if not run.is_main:
         return 0
+    run.registry.reconcile()  # a run that was killed after its commit point has left history and link behind
     number = _served_before(run, report)
     decision = read_release(run.directory)[1] if number else None
     if decision is None:

@@ -26,7 +26,9 @@ from specdist.dataset.prompts import PromptSet
 from specdist.drafter_config import HEAD_KINDS
 from specdist.errors import ArtifactError, ConfigError, SpecdistError
 from specdist.gate_policy import GatePolicy, load_policy
-from specdist.registry.store import Registry, check_writable
+from specdist.registry.place import check_writable
+from specdist.registry.store import Registry
+from specdist.schema import TargetIdentity
 from specdist.stages.engines import server_engine
 from specdist.stages.process import keep_freed_memory, use_all_cores
 from specdist.target import Target, open_target
@@ -119,14 +121,14 @@ def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind
     Raises ArtifactError where it belongs to another target or another configuration.
     """
     provenance.remove_leftovers(directory)
-    record = {"kind": kind, "target": target.identity.to_json()}
     resolved = config.resolved()
     if (directory / RUN_FILE).exists():
         earlier = provenance.read_json(directory / PROVENANCE_FILE)
-        if earlier["target"] != record["target"] or earlier["kind"] != kind:
+        theirs = TargetIdentity.from_json(earlier["target"], str(directory / PROVENANCE_FILE))
+        if theirs != target.identity or earlier["kind"] != kind:
             raise ArtifactError(
-                f"{directory}: belongs to a {earlier['kind']} run for target {earlier['target']['model_id']} "
-                f"(weights {earlier['target']['weights_sha256'][:12]}), this is {kind} for "
+                f"{directory}: belongs to a {earlier['kind']} run for target {theirs.model_id} "
+                f"(weights {theirs.weights_sha256[:12]}), this is {kind} for "
                 f"{target.identity.model_id} (weights {target.identity.weights_sha256[:12]}); "
                 "choose another --output_dir"
             )
@@ -144,7 +146,8 @@ def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind
         return
     if any(p.name not in (LOCK_FILE, PROVENANCE_FILE) for p in directory.iterdir()):
         raise ArtifactError(f"{directory}: is not empty and holds no {RUN_FILE}; choose another --output_dir")
-    provenance.write_json(directory / PROVENANCE_FILE, {**record, **provenance.provenance()})
+    record = {"kind": kind, "target": target.identity.to_json(), **provenance.provenance()}
+    provenance.write_json(directory / PROVENANCE_FILE, record)
     provenance.write_text(directory / RUN_FILE, yaml.safe_dump(resolved, allow_unicode=True))
 
 
