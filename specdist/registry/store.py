@@ -147,20 +147,17 @@ class Registry:
                 self._dismiss_challenger(record)
             return number
 
-    def challenge(self, export_dir: Path, *, files: dict[str, Path], tags: dict[str, str]) -> str:
+    def challenge(self, export_dir: Path, *, files: dict[str, Path], tags: dict[str, str]) -> str | None:
         """Copy an export that is not proven into a version that the challenger alias names; returns its number.
 
         Nothing that serves changes. One that is promoted later becomes another version, with the evidence of that.
-        Raises ArtifactError where the export is the champion.
+        The champion is no challenger to itself: of its export nothing is made, and None returned.
         """
         sources, hashes, digest = checked_sources(export_dir, files, tags)
         with self._writing() as record:
             champion = self._champion(record)
             if champion is not None and champion.digest == digest:
-                raise ArtifactError(
-                    f"{export_dir}: is the champion, version {champion.number} of {self.model_name}, and no challenger "
-                    "to it; nothing is left to do"
-                )
+                return None
             if known := self._known(record, digest, role=CHALLENGER):
                 number = known.number
             else:
