@@ -121,6 +121,7 @@ def _result(counts: np.ndarray, domains: np.ndarray) -> AcceptanceResult:
         temperature=0.0,
         draft_sample_method="greedy",
         num_speculative_tokens=GAMMA,
+        texts_sha256="f" * 64,
         draws=100,
     )
 

@@ -23,6 +23,7 @@ MISREAD_IN_PATHS = ("eagle-", "eagle3", "dflash", "dspark")
 VOLATILE_KEYS = frozenset(
     {
         "config",
+        "target_model",  # what it is, by its hashes, is compared apart from the settings
         "dry_run",
         "report_to",
         "logging_steps",
@@ -285,7 +286,9 @@ class EvaluationArguments:
     certify_sampled_prompts: int = field(default=50, metadata={"help": "The same, for sampled decoding."})
     certify_max_new_tokens: int = field(default=32, metadata={"help": "Tokens of each, cut from the evaluation text."})
     speed_prompts: int = field(default=8, metadata={"help": "Answers that are timed, 2 or more; 0 leaves timing out."})
-    speed_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4], metadata={"help": "Draft lengths timed."})
+    speed_lengths: list[int] = field(
+        default_factory=lambda: [1, 2, 3, 4], metadata={"help": "Draft lengths timed, beside that which is served."}
+    )
     speed_repeats: int = field(default=2, metadata={"help": "How often each prompt is timed, in turn."})
     speed_batch_sizes: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "How many prompts are decoded at once, each of these timed."}

@@ -38,8 +38,48 @@ def count_faults(report: EvalReport) -> list[str]:
 
 
 def measured_at(result: AcceptanceResult) -> tuple[str, float, str, int]:
-    """Everything that must be equal for two acceptances to be comparable, but the prompts."""
+    """How the drafter was run: setting, temperature, draft sample method, draft length."""
     return (result.setting, result.temperature, result.draft_sample_method, result.num_speculative_tokens)
+
+
+def comparison_fault(report: EvalReport, other: EvalReport) -> str:
+    """Why `other` cannot be compared with `report` at the primary setting of this one, as words that follow its name.
+
+    Empty where it can. That both have one target is for the caller to ask.
+    """
+    if (primary := report.primary) is None:
+        return "has nothing to be compared with: no acceptance at the primary setting"
+    theirs = other.result(primary.setting, primary.num_speculative_tokens)
+    if theirs is None:
+        return f"was not measured at {primary.setting} γ={primary.num_speculative_tokens}"
+    if report.eval_prompts_sha256 != other.eval_prompts_sha256:
+        return _other_prompts(primary, theirs)
+    return pairing_fault(primary, theirs)
+
+
+def pairing_fault(ours: AcceptanceResult, theirs: AcceptanceResult) -> str:
+    """Why two acceptances cannot be paired prompt by prompt, as words that follow the second's name; empty if not."""
+    if measured_at(ours) != measured_at(theirs):
+        return f"was measured at {measured_at(theirs)}, not at {measured_at(ours)}"
+    if prompts_by_id(ours).keys() != prompts_by_id(theirs).keys():
+        return _other_prompts(ours, theirs)
+    if texts_recorded(ours, theirs) and ours.texts_sha256 != theirs.texts_sha256:
+        return (
+            "was measured on other answers to the same prompts: their length limit, sampling, system prompt, template "
+            "arguments, tools, context or dtype differ"
+        )
+    return ""
+
+
+def texts_recorded(*results: AcceptanceResult) -> bool:
+    """Whether all say how the texts were written that they were measured on. Reports of before do not."""
+    return all(result.texts_sha256 is not None for result in results)
+
+
+def _other_prompts(ours: AcceptanceResult, theirs: AcceptanceResult) -> str:
+    ids = prompts_by_id(ours).keys(), prompts_by_id(theirs).keys()
+    shared = len(ids[0] & ids[1])
+    return f"was measured on other prompts: {len(ids[0])} and {len(ids[1])}, of which {shared} have the same id"
 
 
 def prompts_by_id(result: AcceptanceResult) -> dict[str, PromptCounts]:
@@ -62,10 +102,8 @@ def _missing_measurements(report: EvalReport) -> Iterator[str]:
     primary, wanted = report.primary, f"{report.primary_setting} γ={report.num_speculative_tokens}"
     if primary is None:
         yield f"no acceptance at the primary setting {wanted}; evaluate there"
-    elif measured_at(report.untrained) != measured_at(primary):
-        yield f"the untrained drafter was not measured at {wanted}; evaluate it there"
-    elif prompts_by_id(report.untrained).keys() != prompts_by_id(primary).keys():
-        yield "the untrained drafter was measured on other prompts; evaluate both on the same"
+    elif fault := pairing_fault(primary, report.untrained):
+        yield f"the untrained drafter {fault}; evaluate again in another --output_dir"
 
 
 def _heads_faults(heads: HeadsReport) -> Iterator[str]:

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
-from specdist.consistency import count_faults, measured_at, non_finite_numbers, prompts_by_id
+from specdist.consistency import comparison_fault, count_faults, non_finite_numbers, prompts_by_id, texts_recorded
 from specdist.errors import ArtifactError
 from specdist.gate_check import SHOWN, make_check, some
 from specdist.gate_policy import GatePolicy
@@ -24,6 +24,12 @@ from specdist.metrics import (
     prompts_to_decide,
 )
 from specdist.schema import AcceptanceResult, EvalReport, GateCheck, PromptCounts
+
+_GO_BACK = "restore it, or go back to an earlier champion with `specdist registry rollback MODEL`"
+_ALIKE = (
+    "evaluate with the settings that the champion was evaluated with, or publish under another --model_name, where no "
+    "champion serves yet"
+)
 
 
 def statistical_checks(report: EvalReport, primary: AcceptanceResult, policy: GatePolicy) -> list[GateCheck]:
@@ -65,28 +71,29 @@ def champion_checks(
         if version is None:
             return []
         words = f"; {fault}" if fault else ""
-        reason = (
-            f"champion points to version {version}, which has no readable report{words}; repair or roll back the "
-            "registry"
-        )
+        reason = f"champion points to version {version}, which has no readable report{words}; {_GO_BACK}"
         return [make_check("champion_report", False, reason, on_failure="hold")]
-    faults = _champion_faults(champion, report, primary)
+    faults = _champion_faults(champion, report)
     if not faults and champion.target != report.target:
-        reason = f"made for {report.target.model_id}, the champion for {champion.target.model_id}: hashes differ"
+        reason = (
+            f"made for {report.target.model_id}, the champion for {champion.target.model_id}: weights, tokenizer or "
+            "chat template differ"
+        )
         return [make_check("champion_target", False, reason)]
     theirs = None if faults else champion.result(primary.setting, primary.num_speculative_tokens)
     if theirs is None:
-        reason = f"not comparable: {some(faults)}; evaluate the champion again as the candidate was"
-        return [make_check("champion_report", False, reason, on_failure="hold")]
+        return [make_check("champion_report", False, f"not comparable: {some(faults)}", on_failure="hold")]
     ours_by_id, theirs_by_id = prompts_by_id(primary), prompts_by_id(theirs)
     pair = list(ours_by_id.values()), list(theirs_by_id.values())
     overall = _ratio_check(
         "gain_over_champion", *pair, policy, bar=1.0, reject_below=1.0, than="champion", champion=True, permuted=True
     )
+    reason = overall.reason
     if not overall.passed:
-        data = f"; trained on {report.num_training_rows:,} rows, the champion on {champion.num_training_rows:,}"
-        overall = replace(overall, reason=overall.reason + data)
-    return [overall, *_domain_checks(ours_by_id, theirs_by_id, policy)]
+        reason += f"; trained on {report.num_training_rows:,} rows, the champion on {champion.num_training_rows:,}"
+    if not texts_recorded(primary, theirs):
+        reason += "; an older report does not say how its texts were written, so that they are the same is not checked"
+    return [replace(overall, reason=reason), *_domain_checks(ours_by_id, theirs_by_id, policy)]
 
 
 def other_checks(
@@ -191,25 +198,20 @@ def _floor_check(prompts: Sequence[PromptCounts], policy: GatePolicy) -> GateChe
     )
 
 
-def _champion_faults(champion: EvalReport, report: EvalReport, primary: AcceptanceResult) -> list[str]:
-    """Why the champion's acceptance cannot be compared with the candidate's, in words."""
+def _champion_faults(champion: EvalReport, report: EvalReport) -> list[str]:
+    """Why the champion's acceptance cannot be compared with the candidate's, and what to do, in words."""
     try:
         bad = non_finite_numbers(champion)
     except ArtifactError as error:
-        return [f"the champion's report is of a wrong form: {error}"]
+        return [f"the champion's report is of a wrong form: {error}; {_GO_BACK}"]
     if bad:
-        return [f"the champion's report is not finite at {some(bad)}"]
+        return [f"the champion's report is not finite at {some(bad)}; {_GO_BACK}"]
     if champion.target != report.target:
         return []  # a fault of the candidate
-    theirs = champion.result(primary.setting, primary.num_speculative_tokens)
-    if theirs is None:
-        return [f"the champion was not measured at {primary.setting} γ={primary.num_speculative_tokens}"]
-    if measured_at(theirs) != measured_at(primary):
-        return [f"the champion was measured at {measured_at(theirs)}, the candidate at {measured_at(primary)}"]
-    same_ids = prompts_by_id(theirs).keys() == prompts_by_id(primary).keys()
-    if not same_ids or champion.eval_prompts_sha256 != report.eval_prompts_sha256:
-        return ["the champion was measured on other prompts"]
-    return count_faults(champion)
+    if fault := comparison_fault(report, champion):
+        return [f"the champion {fault}; {_ALIKE}"]
+    faults = count_faults(champion)
+    return [f"the champion's report: {some(faults)}; {_GO_BACK}"] if faults else []
 
 
 def _domain_checks(
@@ -234,12 +236,12 @@ def _speed_check(report: EvalReport, policy: GatePolicy, batch_size: int) -> Gat
     """The speed-up at the draft length that is served; judged only where the policy asks for one."""
     speed = next((speed for speed in report.speeds if speed.batch_size == batch_size), None)
     chains = [p for p in speed.points if p.num_tree_nodes is None] if speed else []
-    point = next((p for p in chains if p.num_speculative_tokens == report.num_speculative_tokens), None)
+    point = next((p for p in chains if p.num_speculative_tokens == report.served_length), None)
     # The interval is over prompts: of one prompt it has no width, which is no certainty
     known = point and speed and speed.num_prompts > 1 and len(point.speedup_interval) == 2
     low, high = point.speedup_interval if point and known else (0.0, math.inf)
     measured = f"{point.speedup:.2f} times the target alone ({low:.2f} to {high:.2f})" if point else "not measured"
-    reason = f"{measured} at γ={report.num_speculative_tokens}, batch size {batch_size}"
+    reason = f"{measured} at γ={report.served_length}, batch size {batch_size}"
     name = f"speedup:batch_{batch_size}"
     if policy.min_speedup is None:
         return make_check(name, True, SHOWN + reason, on_failure="hold", observed=point.speedup if point else None)

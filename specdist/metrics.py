@@ -290,6 +290,7 @@ def acceptance_result(
     temperature: float,
     draft_sample_method: str,
     num_speculative_tokens: int,
+    texts_sha256: str | None = None,
     draws: int = 2_000,
 ) -> AcceptanceResult:
     """Summaries in total and by domain of one setting's counters."""
@@ -302,4 +303,5 @@ def acceptance_result(
         prompts=list(prompts),
         summary=summarize(prompts, draws=draws),
         domains={d: summarize([p for p in prompts if p.domain == d], draws=draws) for d in domains},
+        texts_sha256=texts_sha256,
     )

@@ -50,9 +50,12 @@ class SamplingSpec(Record):
 
 @dataclass(frozen=True)
 class TargetIdentity(Record):
-    """What a target is, independent of where it lies: hashes of weights, tokenizer and chat template."""
+    """What a target is, independent of where it lies: hashes of weights, tokenizer and chat template.
 
-    model_id: str
+    `model_id` is what it was called and takes no part in `==`: the same files under another name are the same target.
+    """
+
+    model_id: str = field(compare=False)
     weights_sha256: str
     tokenizer_sha256: str
     chat_template_sha256: str
@@ -198,7 +201,10 @@ class AcceptanceSummary(Record):
 
 @dataclass(frozen=True)
 class AcceptanceResult(Record):
-    """Acceptance at one decode setting and one draft length: per prompt, in total and by domain."""
+    """Acceptance at one decode setting and one draft length: per prompt, in total and by domain.
+
+    `texts_sha256`: of all that determines how the texts were written, but the target; None in reports of before.
+    """
 
     setting: str
     temperature: float
@@ -207,6 +213,7 @@ class AcceptanceResult(Record):
     prompts: list[PromptCounts]
     summary: AcceptanceSummary
     domains: dict[str, AcceptanceSummary]
+    texts_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -340,6 +347,11 @@ class EvalReport(Record):
     costs: StepCosts | None = None
     reload: Reload | None = None
     batch_speeds: list[Speed] = field(default_factory=list)
+
+    @property
+    def served_length(self) -> int:
+        """The draft length that engines are told to serve: of heads the fastest chain's."""
+        return self.heads.chain_length if self.heads else self.num_speculative_tokens
 
     @property
     def speeds(self) -> list[Speed]:

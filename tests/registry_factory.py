@@ -85,11 +85,13 @@ def version_directories(registry: Registry) -> list[str]:
     return sorted(path.name for path in (registry.directory / "versions").iterdir())
 
 
-def raise_after(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_after(owner: object, name: str, monkeypatch: pytest.MonkeyPatch, *, about: str = "") -> None:
+    """A kill after the first call whose arguments say `about`."""
     original = getattr(owner, name)
 
     def call_then_die(*args: object, **kwargs: object) -> None:
         original(*args, **kwargs)
-        raise Killed
+        if about in str(args):
+            raise Killed
 
     monkeypatch.setattr(owner, name, call_then_die)

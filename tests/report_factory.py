@@ -69,6 +69,7 @@ def make_result(
         temperature=0.0 if setting == "greedy" else 0.8,
         draft_sample_method="greedy" if setting == "greedy" else "probabilistic",
         num_speculative_tokens=gamma,
+        texts_sha256=("a" if setting == "greedy" else "b") * 64,
         draws=draws,
     )
 

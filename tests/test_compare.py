@@ -90,6 +90,9 @@ def test_a_drafter_does_not_differ_from_itself(weak: EvalReport) -> None:
          "other prompts: 72 and 60, of which 60"),
         ({"acceptance": [make_result(1.0, gamma=2, per_domain=6)], "num_speculative_tokens": 2,
           "untrained": make_result(0.1, gamma=2, per_domain=6)}, "was not measured at greedy γ=3"),
+        ({"acceptance": [replace(make_result(1.0, per_domain=6), texts_sha256="9" * 64)],
+          "untrained": replace(make_result(0.1, per_domain=6), texts_sha256="9" * 64)},
+         "the second was measured on other answers to the same prompts"),
         ({"num_training_rows": 7, "invalid_reasons": ["the template differs"]}, "strong: the template differs"),
         ({"speed": None, "acceptance": []}, "strong: no acceptance at the primary setting"),
     ],
@@ -102,6 +105,21 @@ def test_unlike_reports_are_said_to_be_incomparable(weak: EvalReport, change: di
     assert f"not comparable: {comparison.objections[0]}" in text
     assert "Not comparable" in page
     assert "<img" not in page
+
+
+def test_what_was_sampled_otherwise_is_left_out_and_an_older_report_is_remarked_on(weak: EvalReport) -> None:
+    sampled = [replace(r, texts_sha256="9" * 64 if r.temperature else r.texts_sha256) for r in weak.acceptance]
+    comparison = compared(weak, replace(weak, acceptance=sampled))
+    assert [row.name for row in comparison.settings] == ["greedy"]
+    assert comparison.remark == ""
+    older = compared(weak, replace(weak, acceptance=[replace(r, texts_sha256=None) for r in weak.acceptance]))
+    assert [row.name for row in older.settings] == ["greedy", "t0.8"]
+    assert older.remark in comparison_lines(older)
+    assert "does not say how its texts were written" in render_comparison(older)
+
+
+def test_a_target_under_another_name_is_the_same(weak: EvalReport) -> None:
+    assert compared(weak, replace(weak, target=replace(weak.target, model_id="a/directory"))).objections == []
 
 
 def test_other_targets_and_numbers_that_are_none_are_incomparable(weak: EvalReport) -> None:

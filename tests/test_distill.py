@@ -17,7 +17,7 @@ from conftest import make_tiny_llama
 from distill_factory import INPUTS, NUM_ROWS, PROMPTS, SAMPLED, TARGET, TOKENIZER, build, engine, prompt, tiny_engine
 from warm_process import PROCESSES
 
-from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows
+from specdist.dataset.manifest import check_target, dataset_fingerprint, read_rows, texts_sha256
 from specdist.dataset.plan import RowIds, slots
 from specdist.dataset.render import Renderer, history
 from specdist.dataset.shards import Shard, shard_paths, write_shard
@@ -26,7 +26,7 @@ from specdist.errors import ArtifactError
 from specdist.generation.engine import Answer, Engine, Request
 from specdist.generation.hf import TransformersEngine
 from specdist.provenance import sha256_json
-from specdist.schema import ChatFormat, DatasetManifest, DistillRow
+from specdist.schema import ChatFormat, DatasetManifest, DistillRow, SamplingSpec
 
 
 def slow_engine() -> Engine:
@@ -294,6 +294,31 @@ def test_the_fingerprint_does_not_depend_on_the_targets_name():
     renamed = replace(INPUTS, target=replace(TARGET, model_id="another name"))
     assert dataset_fingerprint(renamed) == dataset_fingerprint(INPUTS)
     assert len(dataset_fingerprint(INPUTS)) == 12
+
+
+GREEDY = replace(INPUTS, samplings=[SamplingSpec(max_new_tokens=10)])
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"target": replace(TARGET, weights_sha256="x" * 64)}, True),
+        ({"seed": 3, "samplings": [SamplingSpec(top_p=0.9, max_new_tokens=10)]}, True),
+        ({"samplings": [SamplingSpec(max_new_tokens=96)]}, False),
+        ({"samplings": [SAMPLED]}, False),
+        ({"chat_format": ChatFormat("be brief")}, False),
+        ({"prompts_sha256": "x"}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+    ids=["target", "what greedy does not read", "length", "sampling", "system prompt", "prompts", "dtype"],
+)
+def test_evaluations_share_what_determines_their_texts(change: dict, same: bool):
+    assert (texts_sha256(replace(GREEDY, **change)) == texts_sha256(GREEDY)) == same
+
+
+def test_sampled_texts_depend_on_the_seed():
+    sampled = replace(INPUTS, samplings=[SAMPLED])
+    assert texts_sha256(replace(sampled, seed=3)) != texts_sha256(sampled)
 
 
 def test_min_p_counts_in_hashes_only_where_it_is_on():

@@ -20,6 +20,7 @@ from specdist.schema import (
     GateDecision,
     PromptCounts,
 )
+from specdist.schema_heads import DraftShape, HeadsReport
 from specdist.schema_quality import AnswerLikelihood, TargetQuality
 
 # 120 prompts: enough for the default policy, and half the work of the factory's 204
@@ -167,7 +168,7 @@ def test_a_missing_primary_setting_is_rejected(good: EvalReport) -> None:
 def test_untrained_on_other_prompts_is_rejected(good: EvalReport) -> None:
     other = make_result(0.12, domains={"code": 0.5})
     assert "other prompts" in judge(replace(good, untrained=other)).reason
-    assert "not measured" in judge(replace(good, untrained=make_result(0.12, gamma=2))).reason
+    assert "was measured at" in judge(replace(good, untrained=make_result(0.12, gamma=2))).reason
 
 
 def broken(report: EvalReport, how: str) -> EvalReport:
@@ -451,6 +452,11 @@ def test_another_target_is_rejected(good: EvalReport) -> None:
     assert judge(make_report(1.2), other).verdict == "reject"
 
 
+def test_the_same_target_under_another_name_is_compared(good: EvalReport) -> None:
+    moved = replace(good, target=replace(good.target, model_id="a/directory"))
+    assert judge(make_report(1.2), moved).verdict == "promote"
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -458,6 +464,7 @@ def test_another_target_is_rejected(good: EvalReport) -> None:
         ({"acceptance": [replace(make_result(0.9), temperature=0.5)]}, "measured at"),
         ({"acceptance": [make_result(0.9, per_domain=9)]}, "other prompts"),
         ({"eval_prompts_sha256": "0" * 64}, "other prompts"),
+        ({"acceptance": [replace(make_result(0.9), texts_sha256="9" * 64)]}, "other answers to the same prompts"),
         ({"num_training_rows": 1, "untrained": make_result(0.1, per_domain=2)}, "untrained"),
     ],
 )
@@ -465,6 +472,14 @@ def test_a_champion_that_is_not_comparable_holds(good: EvalReport, change: dict[
     decision = judge(make_report(1.2), replace(good, **change))
     assert decision.verdict == "hold"
     assert word in decision.reason
+
+
+def test_a_champion_of_before_texts_were_recorded_is_compared_and_it_is_said(good: EvalReport) -> None:
+    older = replace(good, acceptance=[replace(r, texts_sha256=None) for r in good.acceptance])
+    better, same = judge(make_report(1.2), older), judge(make_report(1.2), good)
+    assert (better.verdict, same.verdict) == ("promote", "promote")
+    assert "does not say how its texts were written" in better.reason
+    assert "does not say" not in same.reason
 
 
 def test_g6_a_champion_that_is_not_finite_holds(good: EvalReport) -> None:
@@ -489,6 +504,21 @@ def test_speed_is_judged_only_where_asked(good: EvalReport, asked: float | None,
     decision = judge(good, min_speedup=asked)
     assert decision.verdict == verdict
     assert check(decision, "speedup:batch_1").reason.startswith("shown") == (asked is None)
+
+
+@pytest.mark.parametrize(("served", "verdict"), [(1, "promote"), (2, "hold"), (3, "reject")])
+def test_the_speed_of_heads_is_judged_at_the_length_that_is_served(good: EvalReport, served: int, verdict: str) -> None:
+    """Fast at γ=1, slow at γ=3, the length at which acceptance is judged; γ=2 was not timed."""
+    assert good.speed is not None
+    points = [
+        replace(p, speedup_interval=[1.15, 1.25] if p.num_speculative_tokens == 1 else [0.75, 0.85])
+        for p in good.speed.points
+    ]
+    chain = DraftShape("chain", [[0] * n for n in range(1, served + 1)], 1.5, [1.4, 1.6], 1.5)
+    heads = HeadsReport("cpu", 1, "float32", 120, [], [chain], [], [], [], chain_length=served)
+    decision = judge(replace(good, speed=replace(good.speed, points=points), heads=heads), min_speedup=1.0)
+    assert decision.verdict == verdict
+    assert f"at γ={served}," in check(decision, "speedup:batch_1").reason
 
 
 def test_asked_speed_that_was_not_measured_holds(good: EvalReport) -> None:

@@ -118,6 +118,18 @@ def test_drafters_of_different_targets_are_not_ranked() -> None:
     assert "Serve" not in said
 
 
+def test_drafters_of_other_prompts_or_answers_are_not_ranked() -> None:
+    ours, report = timed("ours", point(1.4)), make_report()
+    longer = [replace(result, texts_sha256="9" * 64) for result in report.acceptance]
+    for other in (replace(report, eval_prompts_sha256="0" * 64), replace(report, acceptance=longer)):
+        (said,) = recommendation([ours, Judged("other", other)])
+        assert "measured on other prompts, or on other answers" in said
+        assert "Serve" not in said
+    older = replace(report, acceptance=[replace(result, texts_sha256=None) for result in report.acceptance])
+    moved = replace(older, target=replace(TARGET, model_id="a/directory"))
+    assert recommendation([ours, Judged("other", moved)])[0].startswith("Serve ours")
+
+
 def test_acceptance_by_context_length_counts_every_known_prompt_once() -> None:
     lengths = [5, 127, 128, 255, 256, 4000]
     prompts = make_result(1.0, per_domain=len(lengths), domains={"code": 0.6}, draws=50).prompts
@@ -160,10 +172,12 @@ def test_the_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.Cap
     assert "name each once" in capsys.readouterr().err
 
 
-def test_a_report_of_before_prompt_lengths_still_opens() -> None:
+def test_a_report_of_before_prompt_lengths_and_texts_still_opens() -> None:
     report = make_report()
+    report = replace(report, acceptance=[replace(result, texts_sha256=None) for result in report.acceptance])
     plain = report.to_json()
     for result in plain["acceptance"]:
+        del result["texts_sha256"]
         for prompt in result["prompts"]:
             del prompt["num_prompt_tokens"]
     assert EvalReport.from_json(plain) == report

@@ -146,12 +146,19 @@ def test_the_whole_chain_then_a_weaker_run_is_not_promoted_and_rollback_returns(
     assert "training: finished before" in again.stderr
     assert [v.number for v in registry.versions()] == ["1"], "a finished run publishes nothing twice"
 
+    settings = {result["setting"]: result["texts_sha256"] for result in report["acceptance"]}
+    assert report["untrained"]["texts_sha256"] == settings["greedy"]
+    assert len(set(settings.values()) - {None}) == 2, "greedy and sampled texts"
     assert 0 < report["num_parameters"] < report["num_target_parameters"]
     if kind == "medusa":
         exported = [json.loads((link / name).read_text()) for name in ("export.json", "config.json")]
         assert exported[0]["speculative_config"]["num_speculative_tokens"] == report["heads"]["chain_length"]
+        timed = [p["num_speculative_tokens"] for p in report["speed"]["points"] if p["num_tree_nodes"] is None]
+        assert timed == sorted({2, 4, report["heads"]["chain_length"]}), "those asked for, and that which is served"
         sizes = [point["num_tree_nodes"] for point in report["speed"]["points"]]
-        assert sizes == [None, None, len(exported[1]["medusa_choices"])], "chains, then the tree that is saved"
+        assert sizes == [*(None for _ in timed), len(exported[1]["medusa_choices"])], (
+            "chains, then the tree that is saved"
+        )
         assert [c["num_tree_nodes"] for c in report["certifications"]] == [None, None, sizes[-1]]
         assert all(c["passed"] for c in report["certifications"])
 

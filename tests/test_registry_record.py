@@ -29,7 +29,8 @@ from test_callbacks import make_trainer
 from specdist.errors import ArtifactError
 from specdist.registry import store
 from specdist.registry.mlflow import open_record, remedy
-from specdist.registry.store import Registry, check_writable
+from specdist.registry.place import check_writable
+from specdist.registry.store import Registry
 from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
 
 # ruff: noqa: F811  (fixtures are arguments of the names that are imported)
@@ -228,6 +229,18 @@ def test_g8_a_registry_that_cannot_be_written_is_named_before_training(
 
     def disk_full(_: int) -> None:
         raise OSError(28, "No space left on device")
+
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "symlink", no_links)
+        with pytest.raises(ArtifactError, match=r"new: no symbolic link can be made here .*another file system"):
+            check_writable(tmp_path / "new")
+        with pytest.raises(ArtifactError, match="no symbolic link"):
+            publish(Registry(tmp_path / "new", MODEL), "a", None)
+    assert not (tmp_path / "new" / MODEL).exists(), "nothing is published that no link can name"
+    assert not list(tmp_path.rglob(".tmp-*"))
 
     with monkeypatch.context() as patch:
         patch.setattr(store.os, "fsync", disk_full)

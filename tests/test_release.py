@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from heads_factory import export_heads, make_heads
 from huggingface_hub import ModelCard
-from registry_factory import empty_database
+from registry_factory import Killed, empty_database, raise_after
 from report_factory import make_report as make_full_report
 from test_run import begin
 
@@ -17,6 +17,8 @@ from specdist.drafter_config import OWN
 from specdist.evaluation.report import REPORT_FILE, read_report
 from specdist.export_record import read_record
 from specdist.provenance import write_json
+from specdist.registry.history import History
+from specdist.registry.mlflow import ModelRecord
 from specdist.registry.store import Registry
 from specdist.schema import EvalReport
 from specdist.stages.release import export_faults, read_release, release
@@ -90,6 +92,31 @@ def test_a_promoted_drafter_serves_a_held_one_is_challenger_and_both_are_counted
     assert run.registry.champion_path().resolve() == champion.path
 
 
+@pytest.mark.parametrize(
+    ("first", "owner", "name"),
+    [(True, ModelRecord, "set_champion"), (False, History, "append")],
+    ids=["the first champion, after the alias", "the second, after the history"],
+)
+def test_a_run_that_was_killed_while_it_published_is_finished_by_repeating_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, owner: type, name: str
+) -> None:
+    if not first:
+        publish_rival(run, tmp_path / "rival", 0.9)
+    report, number = measured(run, 1.2), "1" if first else "2"
+    with monkeypatch.context() as patch:
+        raise_after(owner, name, patch)
+        with pytest.raises(Killed):
+            release(run, report)
+    verdict = (run.directory / "gate.json").read_text()
+    assert release(run, report) == 0, "it is not judged against itself"
+    assert (run.directory / "gate.json").read_text() == verdict
+    assert run.registry.champion_path().resolve().name == number
+    assert (len(run.registry.versions()), run.registry.challenger()) == (int(number), None)
+    (run.directory / "gate.json").unlink()  # as of another run that made the same drafter
+    assert release(run, report) == 3
+    assert (len(run.registry.versions()), run.registry.challenger()) == (int(number), None)
+
+
 @pytest.mark.parametrize(("rival", "status"), [(1.05, 0), (1.4, 4)], ids=["a weaker one", "a better one"])
 def test_a_drafter_is_judged_again_where_another_one_came_first(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rival: float, status: int
@@ -111,6 +138,13 @@ def test_a_drafter_is_judged_again_where_another_one_came_first(
     assert champion is not None
     assert champion.number == ("2" if status == 0 else "1")
     assert [entry["version"] for entry in run.registry.history()] == (["1", "2"] if status == 0 else ["1"])
+
+
+def test_the_same_target_under_another_name_is_the_same(run: Run) -> None:
+    report, identity = measured(run, 1.0), run.target.identity
+    assert export_faults(run.export, replace(identity, model_id="org/tiny-target"), report) == []
+    (fault,) = export_faults(run.export, replace(identity, weights_sha256="0" * 64), report)
+    assert "is not the run's target" in fault
 
 
 def test_x1_a_damaged_export_is_rejected_and_not_published(run: Run) -> None:

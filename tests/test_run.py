@@ -1,5 +1,6 @@
 """The start of a run: what is found before work begins, and who may write where."""
 
+import json
 import logging
 import os
 import shutil
@@ -110,6 +111,18 @@ def test_a_run_is_recorded_continued_and_refused_to_others(tiny_target_dir: Path
     begin(tmp_path, tiny_target_dir, "--logging_steps", "9").lock.release()
     with pytest.raises(ArtifactError, match=r"other settings \(top_p: 1.0 → 0.9\)"):
         begin(tmp_path, tiny_target_dir, "--top_p", "0.9")
+
+
+def test_a_run_goes_on_where_its_target_was_moved_and_is_refused_to_another_target(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    begin(tmp_path, tiny_target_dir).lock.release()
+    moved = shutil.copytree(tiny_target_dir, tmp_path / "moved")
+    begin(tmp_path, moved).lock.release()
+    config = moved / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": [0, 5]}))
+    with pytest.raises(ArtifactError, match="belongs to a draft_model run for target"):
+        begin(tmp_path, moved)
 
 
 def test_what_a_killed_start_left_is_no_obstacle(tiny_target_dir: Path, tmp_path: Path) -> None:

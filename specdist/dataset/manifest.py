@@ -28,6 +28,21 @@ def dataset_fingerprint(inputs: DatasetInputs) -> str:
     return sha256_json(values)[:12]
 
 
+def texts_sha256(inputs: DatasetInputs) -> str:
+    """Hex SHA-256 of all that determines how answers are written, but the target: what two evaluations must share.
+
+    Where every answer is greedy, what only sampling reads is left out.
+    """
+    values = inputs.to_json()
+    del values["target"]
+    values["samplings"] = [
+        {"max_new_tokens": s.max_new_tokens} if s.is_greedy else s.hashed_values() for s in inputs.samplings
+    ]
+    if all(sampling.is_greedy for sampling in inputs.samplings):
+        del values["seed"]
+    return sha256_json(values)
+
+
 def row_digest(row: DistillRow) -> bytes:
     """SHA-256 of a row's content."""
     values = {**row_values(row), "sampling": row.sampling.hashed_values()}

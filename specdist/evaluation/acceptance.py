@@ -50,10 +50,11 @@ class EvalText:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Texts that the target wrote under one sampling."""
+    """Texts that the target wrote under one sampling. `texts_sha256`: see `AcceptanceResult`."""
 
     sampling: SamplingSpec
     texts: list[EvalText]
+    texts_sha256: str | None = None
 
     def settings(self) -> list[str]:
         """Draft sample methods that make sense on these texts."""
@@ -301,6 +302,7 @@ def evaluate(scorer: Scorer, eval_set: EvalSet, lengths: Sequence[int], what: st
             temperature=eval_set.sampling.temperature,
             draft_sample_method=method,
             num_speculative_tokens=length,
+            texts_sha256=eval_set.texts_sha256,
         )
         for (method, length), prompts in table.items()
     ]

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdist.consistency import count_faults, measured_at, non_finite_numbers, prompts_by_id
+from specdist.consistency import (
+    comparison_fault,
+    count_faults,
+    measured_at,
+    non_finite_numbers,
+    pairing_fault,
+    prompts_by_id,
+    texts_recorded,
+)
 from specdist.metrics import (
     bootstrap_length_differences,
     interval,
@@ -62,6 +70,14 @@ class Comparison:
     positions: list[Difference]
 
     @property
+    def remark(self) -> str:
+        """What is not known of the pair, though they are compared; empty where there is nothing to remark."""
+        results = [report.primary for report in self.reports if report.primary]
+        if self.objections or texts_recorded(*results):
+            return ""
+        return "An older report does not say how its texts were written: that both have the same is not checked."
+
+    @property
     def overall(self) -> Difference | None:
         """τ over all prompts at the primary setting, None where the two cannot be compared."""
         return next((row for row in self.settings if row.name == self.reports[0].primary_setting), None)
@@ -76,7 +92,11 @@ def compare_reports(first: EvalReport, second: EvalReport, names: tuple[str, str
     if not objections and (primary := first.primary) is not None:
         for ours in first.acceptance:
             theirs = second.result(ours.setting, ours.num_speculative_tokens)
-            if ours.num_speculative_tokens == first.num_speculative_tokens and theirs and _alike(ours, theirs):
+            if (
+                ours.num_speculative_tokens == first.num_speculative_tokens
+                and theirs
+                and not pairing_fault(ours, theirs)
+            ):
                 settings.append(_length_difference(ours.setting, *_paired(ours, theirs)))
         pair = _paired(primary, _same(second, primary))
         for domain in sorted(primary.domains):
@@ -94,26 +114,11 @@ def _own_faults(name: str, report: EvalReport) -> list[str]:
     return [f"{name}: {faults[0]}"] if faults else []
 
 
-def _alike(ours: AcceptanceResult, theirs: AcceptanceResult) -> bool:
-    return measured_at(ours) == measured_at(theirs) and prompts_by_id(ours).keys() == prompts_by_id(theirs).keys()
-
-
 def _objections(first: EvalReport, second: EvalReport) -> list[str]:
-    primary = first.primary
     if first.target != second.target:
         return [f"other targets: {first.target.model_id} and {second.target.model_id}, or their hashes differ"]
-    if primary is None:
-        return ["the first has no acceptance at its primary setting"]
-    theirs = second.result(primary.setting, primary.num_speculative_tokens)
-    if theirs is None:
-        return [f"the second was not measured at {primary.setting} γ={primary.num_speculative_tokens}"]
-    if measured_at(theirs) != measured_at(primary):
-        return [f"decoded otherwise: {measured_at(primary)} and {measured_at(theirs)}"]
-    ids = [set(prompts_by_id(result)) for result in (primary, theirs)]
-    if ids[0] != ids[1] or first.eval_prompts_sha256 != second.eval_prompts_sha256:
-        shared = len(ids[0] & ids[1])
-        return [f"other prompts: {len(ids[0])} and {len(ids[1])}, of which {shared} have the same id; evaluate again"]
-    return []
+    fault = comparison_fault(first, second)
+    return [f"the second {fault}"] if fault else []
 
 
 def _same(report: EvalReport, result: AcceptanceResult) -> AcceptanceResult:
@@ -154,6 +159,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     if comparison.objections:
         lines += [f"not comparable: {objection}" for objection in comparison.objections]
         return [*lines, "", *_table([["", "τ", "95 %"], *map(_alone, "AB", comparison.reports)])]
+    lines += [comparison.remark, ""] if comparison.remark else []
     gamma = comparison.reports[0].num_speculative_tokens
     head = ["prompts", "A", "B", "B - A", "95 %", "B / A", "p", ""]
     lines += _table([[f"τ at γ={gamma}", *head], *map(difference_cells, comparison.settings)])

@@ -41,7 +41,7 @@ def render_comparison(comparison: Comparison) -> str:
                 section(name, table(name, [what, *_HEAD], [difference_cells(row) for row in rows], text=(0, last)))
                 for name, what, rows in sections
             ),
-            f'<p class="soft">{escape(_NOTE)}</p>',
+            f'<p class="soft">{escape(f"{_NOTE} {comparison.remark}")}</p>',
             section("Measured speed, each by itself", _speeds(comparison)),
         ],
     )

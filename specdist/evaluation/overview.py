@@ -74,9 +74,16 @@ def _ranked(able: Sequence[Judged]) -> list[_Timed]:
 
 def obstacle(drafters: Sequence[Judged]) -> str | None:
     """Why they cannot be ranked, in words; None where they can."""
-    if len({drafter.report.target.weights_sha256 for drafter in drafters}) > 1:
+    reports = [drafter.report for drafter in drafters]
+    if any(report.target != reports[0].target for report in reports):
         targets = ", ".join(f"{d.name} of {d.report.target.model_id}" for d in drafters)
         return f"These drafters belong to different targets ({targets}), so none is better than another."
+    texts = {report.primary.texts_sha256 for report in reports if report.primary} - {None}
+    if len({report.eval_prompts_sha256 for report in reports}) > 1 or len(texts) > 1:
+        return (
+            "These drafters were measured on other prompts, or on other answers to them (length limit, sampling, "
+            "system prompt), so none is better than another: evaluate them alike."
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdist.errors import ArtifactError, ConfigError
+from specdist.errors import ArtifactError
 from specdist.provenance import atomic_path
 
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -38,12 +38,6 @@ def _error_code(error: Exception) -> str:
     if not isinstance(error, MlflowException):
         raise error
     return error.error_code
-
-
-def check_location(database: Path) -> None:
-    """Raise ConfigError where the path cannot be part of a database URI."""
-    if found := sorted(set("%?") & set(str(database))):
-        raise ConfigError(f"{database}: {found} cannot be part of a registry's path; choose another directory")
 
 
 def create_database(database: Path) -> None:

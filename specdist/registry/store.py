@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +23,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from specdist.config import MISREAD_IN_PATHS
 from specdist.errors import ArtifactError, ConfigError, StaleBaseline
 from specdist.provenance import read_json, sha256_file, sync_directory
 from specdist.registry.history import History, now
 from specdist.registry.hub import HubCache
 from specdist.registry.links import AliasLinks
-from specdist.registry.mlflow import CHALLENGER, CHAMPION, ModelRecord, check_location, create_database, open_record
+from specdist.registry.mlflow import CHALLENGER, CHAMPION, ModelRecord, create_database, open_record
+from specdist.registry.place import DATABASE, check_path, check_writable
 from specdist.registry.version import (
     MANIFEST,
     TAG_CREATED,
@@ -44,32 +43,9 @@ from specdist.registry.version import (
     verify_version,
 )
 
-_DATABASE = "mlflow.db"
 _LOCK_SECONDS = 600.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _log = logging.getLogger(__name__)
-
-
-def check_writable(root: Path, *, needed_bytes: int = 0) -> None:
-    """Raise ArtifactError, naming the directory, unless a registry at `root` can be written with `needed_bytes` free.
-
-    Creates the directory. Meant for the start of a run: hours of training must not end at a full disk.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-        free = shutil.disk_usage(root).free
-    except OSError as error:
-        raise ArtifactError(
-            f"{root}: the registry cannot be written ({error}); free space, fix permissions or choose another directory"
-        ) from error
-    if free < needed_bytes:
-        raise ArtifactError(f"{root}: {free} bytes free, the registry needs {needed_bytes}; free space on that disk")
-    if (root / _DATABASE).exists() and not os.access(root / _DATABASE, os.W_OK):
-        raise ArtifactError(f"{root / _DATABASE}: the registry's record is read-only; fix its permissions")
 
 
 def model_names(root: Path) -> list[str]:
@@ -83,21 +59,19 @@ class Registry:
     """The versions of one model. Making one touches nothing; writing calls create, lock and repair what they need."""
 
     def __init__(self, root: Path, model_name: str) -> None:
-        """Raises ConfigError on a name that is no plain directory name or that an engine would misread."""
+        """Raises ConfigError on a name that is no plain directory name, or a path that an engine would misread."""
         if not _NAME.fullmatch(model_name):
             raise ConfigError(f"model name {model_name!r}: expected letters, digits, '.', '_' and '-'")
-        if found := [word for word in MISREAD_IN_PATHS if word in model_name.lower()]:
-            raise ConfigError(f"model name {model_name!r}: vLLM misreads a path that contains {found}; rename it")
         self.root = Path(root).absolute()
         self.model_name = model_name
         self.directory = self.root / model_name
+        check_path(self.directory)
         self._versions_directory = self.directory / "versions"
         self._links = AliasLinks(self.directory / "aliases", HubCache(self.root, model_name))
         self._link = self._links.path(CHAMPION)
         self._history = History(self.directory / "history.jsonl")
-        self._database = self.root / _DATABASE
+        self._database = self.root / DATABASE
         self._remedy = f"restore it or go back with `specdist registry rollback {model_name} --to N`"
-        check_location(self._database)
 
     # Reading
 
@@ -173,13 +147,17 @@ class Registry:
                 self._dismiss_challenger(record)
             return number
 
-    def challenge(self, export_dir: Path, *, files: dict[str, Path], tags: dict[str, str]) -> str:
+    def challenge(self, export_dir: Path, *, files: dict[str, Path], tags: dict[str, str]) -> str | None:
         """Copy an export that is not proven into a version that the challenger alias names; returns its number.
 
         Nothing that serves changes. One that is promoted later becomes another version, with the evidence of that.
+        The champion is no challenger to itself: of its export nothing is made, and None returned.
         """
         sources, hashes, digest = checked_sources(export_dir, files, tags)
         with self._writing() as record:
+            champion = self._champion(record)
+            if champion is not None and champion.digest == digest:
+                return None
             if known := self._known(record, digest, role=CHALLENGER):
                 number = known.number
             else:
@@ -266,7 +244,7 @@ class Registry:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # that with which another process tries the place
         self._links.hub.tidy()
 
     def _numbered_directories(self) -> list[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specdist import provenance, tracking
 from specdist.config import MAX_SPECULATIVE_TOKENS
+from specdist.consistency import pairing_fault
 from specdist.drafters.base import Drafter
 from specdist.errors import ArtifactError
 from specdist.evaluation.acceptance import EvalSet, Scorer, evaluate
@@ -102,8 +103,7 @@ def champion_report(run: Run) -> EvalReport | None:
 def checkpoint_metrics(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> Callable[[Path], dict[str, float]]:
     """A function for training callbacks: measures a checkpoint from disk and gives the metrics of the run."""
     champion = champion_report(run)
-    reference = champion.primary if champion else None
-    known = {p.prompt_id for p in reference.prompts} if reference else set()
+    reference = champion.primary if champion and champion.target == run.target.identity else None
 
     def measure(checkpoint: Path) -> dict[str, float]:
         step, texts = checkpoint_step(checkpoint), eval_sets
@@ -120,7 +120,7 @@ def checkpoint_metrics(run: Run, loader: Loader, eval_sets: list[EvalSet]) -> Ca
             tracking.ACCEPTANCE_RATE: summary.acceptance_rate,
             tracking.GAIN_OVER_UNTRAINED: tau / untrained.summary.mean_accepted_length - 1.0,
         }
-        if reference is not None and known == {p.prompt_id for p in result.prompts}:
+        if reference is not None and not pairing_fault(result, reference):
             values[tracking.GAIN_OVER_CHAMPION] = tau / reference.summary.mean_accepted_length - 1.0
         return values
 
@@ -207,7 +207,7 @@ def _timed(run: Run, loader: Loader, eval_set: EvalSet, report: EvalReport) -> E
     subset = eval_set.truncated(settings.speed_prompts, eval_set.sampling.max_new_tokens)
     tree = loader.tree(run.export, model)
     drafter, trees = loader.drafter(run.export, model), [tree.drafter] if tree else []
-    rows, lengths = [text.row for text in subset.texts], settings.speed_lengths
+    rows, lengths = [text.row for text in subset.texts], sorted({*settings.speed_lengths, report.served_length})
     speeds = [
         measure_speed(
             model,

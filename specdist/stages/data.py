@@ -12,7 +12,14 @@ from filelock import FileLock
 
 from specdist.dataset.distill import build_dataset
 from specdist.dataset.examples import training_examples
-from specdist.dataset.manifest import GIVEN_ENGINE, check_target, dataset_fingerprint, read_manifest, read_rows
+from specdist.dataset.manifest import (
+    GIVEN_ENGINE,
+    check_target,
+    dataset_fingerprint,
+    read_manifest,
+    read_rows,
+    texts_sha256,
+)
 from specdist.dataset.prompts import PromptSet
 from specdist.dataset.render import Renderer
 from specdist.evaluation.acceptance import EvalSet, EvalText, add_target_features
@@ -182,10 +189,12 @@ def evaluation_data(run: Run, *, need_states: bool, samplings: Sequence[Sampling
             run.eval_prompts,
             lambda: embedded_engine(run.config, run.target, load_model),
         )
-        _, rows = read_rows(directory)
+        manifest, rows = read_rows(directory)
         if not need_states and sampling.is_greedy:
-            sets.append(EvalSet(sampling, [EvalText(row) for row in rows]))
-            continue
-        with sole_writer(run, directory), run.state.main_process_first():
-            sets.append(add_target_features(rows, sampling, load_model, directory / "target-states.safetensors"))
+            texts = [EvalText(row) for row in rows]
+        else:
+            with sole_writer(run, directory), run.state.main_process_first():
+                states = directory / "target-states.safetensors"
+                texts = add_target_features(rows, sampling, load_model, states).texts
+        sets.append(EvalSet(sampling, texts, texts_sha256(manifest.inputs)))
     return sets

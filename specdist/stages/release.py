@@ -115,8 +115,9 @@ def _judge_and_publish(run: Run, report: EvalReport, data: DatasetManifest | Non
         logger.info("gate\n%s", format_decision(decision))
         files, tags, expected = evidence(run.directory), _tags(run, report, decision), decision.champion_version
         if decision.verdict == "hold":
-            number = run.registry.challenge(run.export, files=files, tags=tags)
-            logger.info("registry: version %s of %s is challenger", number, run.config.release.model_name)
+            name, number = run.config.release.model_name, run.registry.challenge(run.export, files=files, tags=tags)
+            what = f"version {number} of {name} is challenger" if number else f"this is the champion of {name} itself"
+            logger.info("registry: %s", what)
         if decision.verdict != "promote":
             return decision, None
         try:
@@ -142,6 +143,7 @@ def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -
     """
     if not run.is_main:
         return 0
+    run.registry.reconcile()  # a run that was killed after its commit point has left history and link behind
     number = _served_before(run, report)
     decision = read_release(run.directory)[1] if number else None
     if decision is None:

@@ -20,7 +20,9 @@ from specdist.drafter_config import TrainedSize
 from specdist.errors import ArtifactError, ConfigError
 from specdist.gate_policy import load_policy
 from specdist.registry.mirror import check_uri, mirror_uri
-from specdist.registry.store import Registry, check_writable
+from specdist.registry.place import check_writable
+from specdist.registry.store import Registry
+from specdist.schema import TargetIdentity
 from specdist.stages.engines import server_engine
 from specdist.stages.plan import fsdp_version, log_plan, zero_stage
 from specdist.stages.process import check_num_processes, keep_freed_memory, use_all_cores
@@ -48,14 +50,14 @@ def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind
     Raises ArtifactError where it belongs to another target or another configuration.
     """
     provenance.remove_leftovers(directory)
-    record = {"kind": kind, "target": target.identity.to_json()}
     resolved = config.resolved()
     if (directory / RUN_FILE).exists():
         earlier = provenance.read_json(directory / PROVENANCE_FILE)
-        if earlier["target"] != record["target"] or earlier["kind"] != kind:
+        theirs = TargetIdentity.from_json(earlier["target"], str(directory / PROVENANCE_FILE))
+        if theirs != target.identity or earlier["kind"] != kind:
             raise ArtifactError(
-                f"{directory}: belongs to a {earlier['kind']} run for target {earlier['target']['model_id']} "
-                f"(weights {earlier['target']['weights_sha256'][:12]}), this is {kind} for "
+                f"{directory}: belongs to a {earlier['kind']} run for target {theirs.model_id} "
+                f"(weights {theirs.weights_sha256[:12]}), this is {kind} for "
                 f"{target.identity.model_id} (weights {target.identity.weights_sha256[:12]}); "
                 "choose another --output_dir"
             )
@@ -73,7 +75,8 @@ def _claim_directory(directory: Path, config: RecipeConfig, target: Target, kind
         return
     if any(p.name not in (LOCK_FILE, PROVENANCE_FILE) for p in directory.iterdir()):
         raise ArtifactError(f"{directory}: is not empty and holds no {RUN_FILE}; choose another --output_dir")
-    provenance.write_json(directory / PROVENANCE_FILE, {**record, **provenance.provenance()})
+    record = {"kind": kind, "target": target.identity.to_json(), **provenance.provenance()}
+    provenance.write_json(directory / PROVENANCE_FILE, record)
     provenance.write_text(directory / RUN_FILE, yaml.safe_dump(resolved, allow_unicode=True))
 
 
