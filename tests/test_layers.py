@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "metrics",
             "config",
             "provenance",
+            "redaction",
             "tracking",
             "progress",
             "consistency",

@@ -11,6 +11,7 @@ from specdist.evaluation.report import read_report
 from specdist.export.medusa import CHANGED_TARGET
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
+from specdist.redaction import without_credentials
 from specdist.registry.attempts import count_attempt
 from specdist.registry.mirror import mirror_uri, tell
 from specdist.registry.version import Version
@@ -128,7 +129,8 @@ def _tell_mlflow(run: Run) -> None:
         return
     if fault := tell(run.registry, uri, seconds=_MIRROR_SECONDS):
         again = f"specdist registry reconcile {run.registry.model_name} --root {run.registry.root}"
-        logger.warning("MLflow at %s was not told: %s; `%s --mlflow-tracking-uri %s` does it", uri, fault, again, uri)
+        warning = f"MLflow at {uri} was not told: {fault}; `{again} --mlflow-tracking-uri {uri}` does it"
+        logger.warning("%s", without_credentials(warning))
 
 
 def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -> int:
