@@ -1,7 +1,7 @@
 """Owns the end of the chain: gate, registry, and what to paste into the engine."""
 
-import json
 import logging
+import shlex
 from pathlib import Path
 
 from specdist import provenance
@@ -40,15 +40,17 @@ def _tags(run: Run, report: EvalReport, decision: GateDecision) -> dict[str, str
 
 def _log_serving(run: Run) -> None:
     path, record = run.registry.champion_path(), read_record(run.export)
-    config = {**record.speculative_config, "model": str(path)}
     logger.info("champion: %s", path)
-    if not record.lossless:
-        logger.info("vLLM: with a target of its own, --speculative-config '%s'", json.dumps(config))
-        logger.info("%s", CHANGED_TARGET)
-        return
     named = run.config.target.target_model
-    model = run.target.path if named == DEMO_NAME or Path(named).is_dir() else named
-    logger.info("vLLM: vllm serve %s --speculative-config '%s'", model, json.dumps(config))
+    model = str(run.target.path) if named == DEMO_NAME or Path(named).is_dir() else named
+    command = record.vllm_command(model if record.lossless else "TARGET", str(path))
+    if command is None:
+        ours = ["specdist", "decode", "--target", model, "--drafter", str(path), "PROMPT"]
+        logger.info("no engine serves these heads; our own decoder does: %s", shlex.join(ours))
+        return
+    logger.info("vLLM: %s", command)
+    if not record.lossless:
+        logger.info("TARGET: %s", CHANGED_TARGET)
 
 
 def _served_before(run: Run, report: EvalReport) -> str | None:
