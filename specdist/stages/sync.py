@@ -21,7 +21,7 @@ from specdist.registry.version import Version
 from specdist.schema import EvalReport, GateDecision
 from specdist.stages.evidence import CARD_FILE, DATASET_FILE, GATE_FILE, PAGE_FILE, evidence
 from specdist.stages.run import Run, report_to
-from specdist.tracking import offline_reason
+from specdist.tracking import offline_reason, offline_runs
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _entry(run: Run, report: EvalReport, decision: GateDecision) -> OutboxEntry:
         outputs=outputs,
         metrics=_metrics(report, version),
         link=name if decision.verdict == "promote" else None,
-        offline_runs=outbox.relative(run.directory / "wandb"),
+        offline_runs=outbox.relative(offline_runs(run.directory)),
     )
 
 
@@ -135,11 +135,16 @@ def _send(root: Path, entry: OutboxEntry, wandb_registry: str, seconds: float) -
     files = [root / path for artifact in (*entry.inputs, *entry.outputs) for path in artifact.files.values()]
     if missing := [file for file in files if not file.is_file()]:
         return f"{missing[0]} is gone; restore it, or remove the entry {entry.digest}.json"
-    found = sorted((root / entry.offline_runs).glob("offline-run-*"))
-    runs = [str(path) for path in found if not list(path.glob("*.synced"))]
-    if runs and (fault := _run(["-m", "wandb", "sync", *runs], "", seconds)):
+    if (runs := unsent_runs(root, entry)) and (fault := _run(["-m", "wandb", "sync", *map(str, runs)], "", seconds)):
         return f"the run that trained it: {fault}"
     return _run(["-m", "specdist.stages.send", str(root), wandb_registry], json.dumps(entry.to_json()), seconds)
+
+
+def unsent_runs(root: Path, entry: OutboxEntry) -> list[Path]:
+    """The directories of the offline runs that trained it and have not been sent, oldest first."""
+    place = root / entry.offline_runs
+    found = place.glob("offline-run-*") if place.is_dir() else place.parent.glob(place.name)
+    return sorted(path for path in found if not list(path.glob("*.synced")))
 
 
 def _run(arguments: list[str], text: str, seconds: float) -> str:
