@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from specdist import provenance
 from specdist.child_process import run_child
-from specdist.errors import SpecdistError
+from specdist.errors import ArtifactError, SpecdistError
 from specdist.evaluation.report import REPORT_FILE
 from specdist.evaluation.summary import best_speed, gain_over_untrained
 from specdist.export.record import EXPORT_FILE, read_record
@@ -106,8 +106,11 @@ def sync(root: Path, *, wandb_registry: str = WANDB_REGISTRY, seconds: float = S
     """Try to send all that waits below the registry `root`; returns what was sent and what remains, in lines of text.
 
     `wandb_registry`: the W&B Registry that promoted drafters are linked into; "" for none. `seconds`: the longest that
-    one entry may take. What cannot be sent stays and is no error. Raises ArtifactError where an entry is damaged.
+    one entry may take. What cannot be sent stays and is no error. Raises ArtifactError where there is no registry, or
+    where an entry is damaged.
     """
+    if not root.is_dir():
+        raise ArtifactError(f"{root}: no registry here; give the root that the run wrote to")
     outbox = Outbox(root)
     waiting = outbox.pending()
     if not waiting:
