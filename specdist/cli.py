@@ -242,7 +242,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from specdist.export.convert import convert
     from specdist.target import open_target
 
-    target = open_target(arguments.target) if arguments.target else None
+    target = open_target(arguments.target, chat=False) if arguments.target else None
     record = convert(arguments.drafter, arguments.output, arguments.format, target=target, base_model=arguments.target)
     _write_export(arguments.output, record)
 
@@ -252,7 +252,8 @@ def _import(arguments: argparse.Namespace) -> None:
     from specdist.target import open_target
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    _write_export(arguments.output, import_heads(arguments.source, arguments.output, open_target(arguments.target)))
+    target = open_target(arguments.target, chat=False)
+    _write_export(arguments.output, import_heads(arguments.source, arguments.output, target))
 
 
 def _write_export(directory: Path, record: "ExportRecord") -> None:
