@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from specdist import provenance
+from specdist.errors import ConfigError
+from specdist.generation.http_json import JsonServer
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -48,3 +50,10 @@ def test_a_recorded_command_line_holds_no_secret(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/recipe.py", *given])
     assert provenance.provenance()["argv"] == ["recipe.py", *recorded]
+
+
+def test_an_endpoint_is_named_without_its_password() -> None:
+    assert JsonServer("http://me:SECRET@host:8000/v1/").url == "http://host:8000"
+    with pytest.raises(ConfigError) as error:
+        JsonServer("ftp://me:SECRET@host")
+    assert "SECRET" not in str(error.value)
