@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdist import config
+from specdist.cli_arguments import count, new_file, seconds, some_text, text
 from specdist.cli_registry import add_registry_commands, write_line
 from specdist.decoding.policies import POLICIES
 from specdist.drafter_config import DraftArguments
@@ -27,11 +28,18 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 with the reason on stderr, or 130 where it was interrupted."""
+    """Run one command; returns the exit code: 0, or 2 with the reason on stderr.
+
+    As of other commands, 130 where it was interrupted, and 141 where the reader of the answer went away (`| head`).
+    """
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
-    except SpecdistError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the very end
+        return 141
+    except (SpecdistError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
@@ -60,7 +68,7 @@ _NAMED_REPORT = "a report, a directory with one (a run, a version), or MODEL[@N]
 
 def _add_report(command: argparse.ArgumentParser) -> None:
     command.add_argument("drafters", metavar="DRAFTER", nargs="+", help=_NAMED_REPORT)
-    command.add_argument("--html", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
+    command.add_argument("--html", type=new_file, default=Path("report.html"), help="the page (default: %(default)s)")
     command.add_argument("--png", type=Path, metavar="DIRECTORY", help="write the pictures there too")
     command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
     command.set_defaults(run=_report)
@@ -69,13 +77,13 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 def _add_compare(command: argparse.ArgumentParser) -> None:
     command.add_argument("first", metavar="A", help=_NAMED_REPORT)
     command.add_argument("second", metavar="B", help="the same; differences are B less A")
-    command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default: %(default)s)")
+    command.add_argument("--html", type=new_file, default=Path("compare.html"), help="the page (default: %(default)s)")
     command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
     command.set_defaults(run=_compare)
 
 
 def _add_decode(command: argparse.ArgumentParser) -> None:
-    command.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: read from standard input")
+    command.add_argument("prompt", type=text, metavar="PROMPT", nargs="?", help="default: read from standard input")
     command.add_argument("--target", metavar="MODEL", required=True, help="Hugging Face id or directory")
     drafts = command.add_mutually_exclusive_group()
     drafts.add_argument("--drafter", metavar="DRAFTER", help="a run, an export, or MODEL[@N] of the registry")
@@ -87,9 +95,11 @@ def _add_decode(command: argparse.ArgumentParser) -> None:
         value = getattr(SamplingSpec, name)
         option = f"--{name.replace('_', '-')}"
         command.add_argument(option, type=type(value), default=value, metavar="X", help="(default: %(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    command.add_argument("--system", metavar="TEXT", help="system prompt")
-    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; any number")
+    command.add_argument("--seed", type=count, default=0, help="of sampling (default: %(default)s)")
+    command.add_argument("--system", type=text, metavar="TEXT", help="system prompt")
+    command.add_argument(
+        "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="ends the answer; any number"
+    )
     command.add_argument("--dtype", choices=config.DTYPES, default="bfloat16", help="(default: %(default)s)")
     command.add_argument(
         "--beside-target", action="store_true", help="then the target alone: speed, and the same text?"
@@ -97,6 +107,13 @@ def _add_decode(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-color", action="store_true", help="also where NO_COLOR is set, or stdout is no terminal")
     command.add_argument("--root", type=Path, default=Path("runs/registry"), help="the registry (default: %(default)s)")
     command.set_defaults(run=_decode)
+
+
+def _read_prompt() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt on standard input: not UTF-8 ({error}); give text in UTF-8") from None
 
 
 def _decode(arguments: argparse.Namespace) -> None:
@@ -109,7 +126,7 @@ def _decode(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     request = DecodeRequest(
         arguments.target,
-        sys.stdin.read().rstrip("\n") if arguments.prompt is None else arguments.prompt,
+        _read_prompt() if arguments.prompt is None else arguments.prompt,
         DrafterChoice(
             arguments.drafter, arguments.ngram, arguments.tree, arguments.num_speculative_tokens, arguments.root
         ),
@@ -132,7 +149,7 @@ def _add_sync(command: argparse.ArgumentParser) -> None:
         default="model",
         help='W&B Registry for what was promoted, "" for none (default: %(default)s)',
     )
-    command.add_argument("--seconds", type=float, default=600.0, help="longest for one entry (default: %(default)s)")
+    command.add_argument("--seconds", type=seconds, default=600.0, help="longest for one entry (default: %(default)s)")
     command.set_defaults(run=_sync)
 
 
@@ -144,7 +161,7 @@ def _add_data_commands(data: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "show", parents=[directory], help="the manifest, and rows with what is learned in green"
     )
-    command.add_argument("--rows", type=int, default=3, help="how many rows (default: %(default)s)")
+    command.add_argument("--rows", type=count, default=3, help="how many rows (default: %(default)s)")
     command.add_argument("--target", help="whose tokenizer decodes them (default: the manifest's, if it can be found)")
     command.set_defaults(run=_data_show)
     command = commands.add_parser("validate", parents=[directory], help="hash the shards and check every row again")
@@ -172,7 +189,7 @@ def _add_advise(command: argparse.ArgumentParser) -> None:
     command.add_argument("--init", metavar="MODEL", help="a draft model, or prune")
     command.add_argument("--draft_layers", type=int, nargs="+", metavar="N", help="for prune: layers to keep")
     command.add_argument("--dtype", choices=config.DTYPES, help="target_dtype: in which both are timed")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    command.add_argument("--json", type=new_file, metavar="FILE", help="write the numbers there as well")
     command.add_argument(
         "--measured", type=Path, metavar="RUN", help="a finished run's directory: time its export beside the prediction"
     )
@@ -225,7 +242,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from specdist.export.convert import convert
     from specdist.target import open_target
 
-    target = open_target(arguments.target) if arguments.target else None
+    target = open_target(arguments.target, chat=False) if arguments.target else None
     record = convert(arguments.drafter, arguments.output, arguments.format, target=target, base_model=arguments.target)
     _write_export(arguments.output, record)
 
@@ -235,7 +252,8 @@ def _import(arguments: argparse.Namespace) -> None:
     from specdist.target import open_target
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    _write_export(arguments.output, import_heads(arguments.source, arguments.output, open_target(arguments.target)))
+    target = open_target(arguments.target, chat=False)
+    _write_export(arguments.output, import_heads(arguments.source, arguments.output, target))
 
 
 def _write_export(directory: Path, record: "ExportRecord") -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from specdist.errors import ArtifactError
+from specdist.redaction import without_credentials
 from specdist.registry.store import Registry, model_names
 from specdist.registry.version import TAG_CREATED, TAG_MEAN_ACCEPTED_LENGTH
 
@@ -124,6 +125,7 @@ def _tell_mlflow(arguments: argparse.Namespace) -> None:
     from specdist.registry.mirror import mirror_uri, tell
 
     if uri := mirror_uri(arguments.mlflow_tracking_uri):
-        if fault := tell(_open(arguments), uri):
-            raise ArtifactError(f"MLflow at {uri} was not told: {fault}; `specdist registry reconcile` tells it")
-        write_line(f"{arguments.model}: MLflow at {uri} is up to date")
+        shown = without_credentials(uri)
+        if fault := without_credentials(tell(_open(arguments), uri)):
+            raise ArtifactError(f"MLflow at {shown} was not told: {fault}; `specdist registry reconcile` tells it")
+        write_line(f"{arguments.model}: MLflow at {shown} is up to date")

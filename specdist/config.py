@@ -13,6 +13,7 @@ from typing import Any
 from specdist.errors import ConfigError
 from specdist.objective import ObjectiveArguments
 from specdist.prompt_policy import PromptPolicy
+from specdist.redaction import redacted
 from specdist.schema import ChatFormat, SamplingSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,6 +34,7 @@ VOLATILE_KEYS = frozenset(
         "run_name",
         "license",
         "mlflow_tracking_uri",
+        "hub_token",
         "only_data",
         "server_urls",
         "server_model",
@@ -360,9 +362,14 @@ class RecipeConfig:
     given: dict[str, Any]
 
     def resolved(self) -> dict[str, Any]:
-        """All of our keys and those training arguments that were given, as plain values: it loads again by --config."""
+        """All of our keys and those training arguments that were given, as plain values: it loads again by --config.
+
+        Without secrets (redaction.py).
+        """
         ours = (self.target, self.prompts, self.data, self.objective, self.model, self.evaluation, self.release)
         values = {key: value for part in ours for key, value in dataclasses.asdict(part).items()}
         for key in self.given.keys() - values.keys():
             values[key] = _plain(getattr(self.training, key))
-        return {key: value for key, value in sorted(values.items()) if key not in ("dry_run", "only_data")}
+        kept = {key: value for key, value in sorted(values.items()) if key not in ("dry_run", "only_data")}
+        plain: dict[str, Any] = redacted(kept)
+        return plain

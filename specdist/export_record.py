@@ -4,11 +4,13 @@ Gate, registry, import and exporters ask here, so that all refuse the same files
 """
 
 import json
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdist import provenance
+from specdist.drafter_config import HYDRA
 from specdist.errors import ArtifactError
 from specdist.record import Record
 from specdist.safetensors_file import differences, read_header
@@ -42,6 +44,13 @@ class ExportRecord(Record):
     files: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     config_keys: list[str] = field(default_factory=list)
+
+    def vllm_command(self, target: str, drafter: str) -> str | None:
+        """The shell command by which vLLM serves `target` with the export at `drafter`; None where no engine can."""
+        if self.drafter_kind == HYDRA:
+            return None
+        config = json.dumps({**self.speculative_config, "model": drafter})
+        return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
 
 
 def write_record(directory: Path, record: ExportRecord) -> ExportRecord:

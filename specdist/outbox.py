@@ -32,7 +32,8 @@ class OutboxEntry(Record):
     """What one judged drafter leaves to send: what it was made from (`inputs`), what came of it (`outputs`), numbers.
 
     `group` is the lineage's; `link`: the output that is linked into the W&B Registry, by its name; None for none.
-    `offline_runs`: the directory where W&B wrote the run that trained it, as long as it was offline.
+    `offline_runs`: where W&B wrote the runs that trained it, as long as it was offline: a path whose last part is a
+    glob pattern, or a directory with nothing else in it.
     """
 
     project: str

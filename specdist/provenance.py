@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specdist.errors import ArtifactError
+from specdist.redaction import redacted_arguments
 
 _PACKAGES = ("specdist", "torch", "transformers", "trl", "datasets", "accelerate", "peft", "wandb", "mlflow-skinny")
 
@@ -54,7 +55,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
+    with path.open("rb") as file:  # not to write, which the file's mode may forbid
         os.fsync(file.fileno())
 
 
@@ -135,17 +136,23 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of this source tree, with "-dirty" where it has changes; None outside a checkout."""
-    root = Path(__file__).resolve().parents[1]
+    """Commit of this source tree, with "-dirty" where it has changes; None unless it is a checkout of its own.
+
+    An installed package may lie below another project's checkout, whose commit says nothing of it.
+    """
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     try:
-        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True)
+        prefix, head = (
+            subprocess.run([*git, "rev-parse", what], capture_output=True, text=True, check=True).stdout.strip()
+            for what in ("--show-prefix", "HEAD")
+        )
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
+    return None if prefix else head + ("-dirty" if status.stdout.strip() else "")
 
 
 def provenance() -> dict[str, Any]:
-    """How this process was started: argv, commit and versions. Holds no user or machine name."""
-    argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    """How this process was started: argv, commit and versions. Holds no user or machine name, and no secret."""
+    argv = [Path(sys.argv[0]).name, *redacted_arguments(sys.argv[1:])]
     return {"argv": argv, "git_commit": git_commit(), "versions": package_versions(), "platform": platform.platform()}

@@ -119,10 +119,11 @@ def _weights_sha256(path: Path) -> str:
     return provenance.sha256_json({f.name: provenance.sha256_file(f) for f in files})
 
 
-def open_target(model: str) -> Target:
+def open_target(model: str, *, chat: bool = True) -> Target:
     """Find a target, read its configuration and tokenizer and hash what identifies it. Loads no weights.
 
-    Raises ArtifactError where it is missing or unreadable, ConfigError where it has no chat template or EOS.
+    `chat`: conversations will be rendered for it. Raises ArtifactError where it is missing or unreadable, ConfigError
+    where it has no EOS, or no chat template for `chat`.
     """
     path = locate_target(model)
     try:
@@ -130,7 +131,7 @@ def open_target(model: str) -> Target:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ArtifactError(f"target_model {model}: not a Hugging Face causal LM directory ({error})") from error
-    if not tokenizer.chat_template:
+    if chat and not tokenizer.chat_template:
         raise ConfigError(f"target_model {model}: its tokenizer has no chat template, so prompts cannot be rendered")
     generation_config = (
         GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else GenerationConfig()

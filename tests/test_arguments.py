@@ -165,6 +165,24 @@ def test_the_resolved_configuration_loads_again_as_itself(tmp_path: Path) -> Non
     assert again.training.save_steps == 7
 
 
+def test_the_resolved_configuration_holds_no_secret_and_loads_again_as_itself(tmp_path: Path) -> None:
+    text = "hub_token: hf_SECRET\neos_token: <end>\nmodel_init_kwargs: {token: SECRET, revision: main}\n"
+    config = read(tmp_path, text, "--mlflow_tracking_uri", "https://me:SECRET@ml:80/x?a=1")
+    assert (config.training.hub_token, config.release.mlflow_tracking_uri) == (
+        "hf_SECRET",
+        "https://me:SECRET@ml:80/x?a=1",
+    ), "which the run itself needs"
+    resolved = config.resolved()
+    assert "SECRET" not in yaml.safe_dump(resolved)
+    assert "hub_token" not in resolved
+    assert resolved["mlflow_tracking_uri"] == "https://ml:80/x?a=1"
+    assert (resolved["eos_token"], resolved["model_init_kwargs"]) == ("<end>", {"revision": "main"})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(resolved), encoding="utf-8")
+    again = parse(DraftArguments, SFTConfig, default_config="", arguments=[f"--config={path}"])
+    assert again.resolved() == resolved
+
+
 def test_heads_cannot_be_judged_beyond_their_number() -> None:
     with pytest.raises(ConfigError, match="2 heads draft at most 2"):
         check_heads(

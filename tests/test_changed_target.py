@@ -138,8 +138,10 @@ def export(target: Target, directory: Path, adapter: Path | None) -> None:
 @pytest.mark.parametrize("engine", [None, "tgi"])
 def test_the_adapter_is_part_of_the_artefact(target: Target, adapter: Path, tmp_path: Path, engine: str | None) -> None:
     export(target, tmp_path / "plain", None)
+    (adapter / ADAPTER_WEIGHTS).chmod(0o444)
     export(target, tmp_path / "export", adapter)
     made = tmp_path / "export"
+    assert (made / "adapter" / ADAPTER_WEIGHTS).stat().st_mode & 0o200, "its mode is not copied"
     if engine:
         convert(made, tmp_path / "converted", engine)
         made = tmp_path / "converted"

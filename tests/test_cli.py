@@ -1,5 +1,6 @@
 """The command line over a registry with two models: what is printed where, exit codes, what is imported."""
 
+import io
 import os
 import re
 import shutil
@@ -126,6 +127,65 @@ def test_errors_are_one_line_and_exit_code_2(
     assert re.match(f"error: .*{message}", err)
     assert len(err.splitlines()) == 1
     assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["decode", "--target", "t", "--stop", "", "hi"], "--stop: '': expected one character or more"),
+        (["decode", "--target", "t", "a\udcff"], "not UTF-8"),
+        (["decode", "--target", "t", "--system", "a\udcff", "hi"], "not UTF-8"),
+        (["decode", "--target", "t", "--seed", str(2**63), "hi"], "--seed: '9223372036854775808': expected a whole"),
+        (["data", "show", "x", "--rows", "-1"], "--rows: '-1': expected a whole number"),
+        (["sync", "--seconds", "nan"], "--seconds: 'nan': expected a number of seconds"),
+        (["sync", "--seconds", "-1"], "--seconds: '-1': expected a number of seconds"),
+        (["advise", "--target", "t", "--json", "."], "--json: '.': is a directory"),
+        (["report", "x", "--html", "."], "--html: '.': is a directory"),
+        (["compare", "x", "y", "--html", "."], "--html: '.': is a directory"),
+    ],
+)
+def test_a_word_that_cannot_be_meant_is_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        cli.main(argv)
+    assert exit_code.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_on_standard_input_that_is_no_text_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert cli.main(["decode", "--target", "t"]) == 2
+    assert "error: the prompt on standard input: not UTF-8" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_found_is_an_error_in_a_line(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    export = root / "beta" / "versions" / "1"
+    for argv, message in [
+        (["export", "--format", "vllm", str(export), str(tmp_path / "file" / "out")], "File exists"),
+        (["sync", "--root", str(tmp_path / "typo")], "typo: no registry here"),
+    ]:
+        assert cli.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_reader_that_goes_away_is_no_traceback(root: Path) -> None:
+    script = "import sys; from specdist.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-c", script, "registry", "path", "alpha", "--root", str(root)]
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_the_default_root_is_that_of_the_recipes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,65 @@ def test_older_readers_find_rope_theta_and_torch_dtype(target: Target, tmp_path:
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 54321.0
     assert config["torch_dtype"] == config["dtype"] == dtype
     assert AutoConfig.from_pretrained(tmp_path / "export").rope_parameters["rope_theta"] == 54321.0
+
+
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def test_older_readers_find_the_scaling_of_rotary_embeddings(target: Target, tmp_path: Path) -> None:
+    config = make_tiny_llama(target.identity.vocab_size, layers=1).config
+    config.rope_parameters = {**SCALED, "rope_theta": 54321.0}
+    model = LlamaForCausalLM(config).eval()
+    export_draft(target, tmp_path / "export", model)
+    written = read(tmp_path / "export/config.json")
+    assert (written["rope_scaling"], written["rope_theta"]) == (SCALED, 54321.0)
+    reloaded = load_draft_model(tmp_path / "export", torch.float32)
+    assert reloaded.config.rope_parameters == config.rope_parameters, "newer readers read both keys alike"
+    with torch.inference_mode():
+        assert torch.equal(reloaded(TEXT).logits, model(TEXT).logits)
+
+
+@pytest.mark.parametrize(
+    ("rope", "legacy"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, {"rope_theta": 1e4}),
+        (
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        ),
+        (
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        ({}, {}),
+    ],
+    ids=["plain", "part of a head", "by kind of layer", "no rotary embedding"],
+)
+def test_older_readers_keys_of_rotary_embeddings(rope: dict, legacy: dict) -> None:
+    assert draft_model._legacy_rope(rope) == legacy
+
+
+def test_files_that_nobody_may_write_are_copied_without_their_mode(target: Target, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(target.path, tmp_path / "target"))
+    for file in source.iterdir():
+        file.chmod(0o444)
+    export_draft(replace(target, path=source), tmp_path / "export")
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "export").iterdir()}
+    assert "tokenizer.json" in modes
+    assert [name for name, mode in modes.items() if not mode & 0o200] == []
 
 
 def test_transformers_drafts_with_the_export_as_it_is(target: Target, tmp_path: Path) -> None:

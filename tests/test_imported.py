@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ def imported(source: Path, output: Path, target: Target) -> Tensor:
     assert read_record(output) == record
     assert record.target == target.identity
     return logits_of(load_heads(output / HEADS_FILE, VOCAB), target)
+
+
+def test_a_target_without_a_chat_template_can_be_imported_for_and_exported_for(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Vicuna's: a template is needed to measure, not to read and write heads."""
+    plain = Path(shutil.copytree(target.path, tmp_path / "plain"))
+    (plain / "chat_template.jinja").unlink()
+    (tmp_path / "source").mkdir()
+    save_file(original_heads().state_dict(), tmp_path / "source" / HEADS_FILE)
+    model = ["--target", str(plain)]
+    assert cli.main(["import", str(tmp_path / "source"), str(tmp_path / "ours"), *model]) == 0
+    assert cli.main(["export", "--format", "tgi", str(tmp_path / "ours"), str(tmp_path / "theirs"), *model]) == 0
+    with pytest.raises(ConfigError, match="no chat template"):
+        open_target(str(plain))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "metrics",
             "config",
             "provenance",
+            "redaction",
             "tracking",
             "progress",
             "consistency",
@@ -54,7 +55,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 BELOW_TOP = tuple(LAYERS)
 # what recipes are made of may import everything below, and the command that as well
 LAYERS["L7 stages"] = (("stages",), BELOW_TOP)
-LAYERS["L7 cli"] = (("cli", "cli_registry"), (*BELOW_TOP, "L7 stages"))
+LAYERS["L7 cli"] = (("cli", "cli_registry", "cli_arguments"), (*BELOW_TOP, "L7 stages"))
 
 # Package → the only modules that may import it; an empty tuple means none
 ONLY_IN = {

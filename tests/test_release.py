@@ -1,6 +1,7 @@
 """The end of a run: judged, published, judged again where another champion came first; attempts are counted."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,8 @@ from registry_factory import Killed, empty_database, raise_after
 from report_factory import make_report as make_full_report
 from test_run import begin
 
-from specdist.drafter_config import OWN
+from specdist import cli
+from specdist.drafter_config import HYDRA, MEDUSA, OWN
 from specdist.evaluation.report import REPORT_FILE, read_report
 from specdist.export_record import read_record
 from specdist.provenance import write_json
@@ -37,9 +39,9 @@ def run(tiny_target_dir: Path, tmp_path: Path) -> Iterator[Run]:
     run.lock.release()
 
 
-def measured(run: Run, strength: float, seed: int = 1) -> EvalReport:
+def measured(run: Run, strength: float, seed: int = 1, kind: str = MEDUSA) -> EvalReport:
     """An export of its own in the run's directory, and a report of this strength on it."""
-    record = export_heads(run.target, run.export, make_heads(projection=OWN, seed=seed))
+    record = export_heads(run.target, run.export, make_heads(projection=OWN, seed=seed, kind=kind))
     report = replace(make_report(strength), target=run.target.identity, drafter_sha256=record.drafter_sha256)
     write_json(run.directory / REPORT_FILE, report.to_json())
     return report
@@ -66,6 +68,22 @@ def attempts(run: Run) -> float | None:
     _, decision = read_release(run.directory)
     assert decision is not None
     return next(check.observed for check in decision.checks if check.name == "evaluation_attempts")
+
+
+@pytest.mark.parametrize("kind", [MEDUSA, HYDRA])
+def test_what_is_said_of_serving_is_what_can_serve(run: Run, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    with caplog.at_level("INFO", logger="specdist"):
+        assert release(run, measured(run, 1.0, kind=kind)) == 0
+    (said,) = [m for m in caplog.messages if " serve" in m and str(run.registry.champion_path()) in m]
+    command = shlex.split(said.partition(": ")[2])
+    if kind == HYDRA:
+        assert "no engine serves" in said
+        known = cli._parser().parse_args(command[1:])
+        assert (known.target, known.drafter) == (str(run.target.path), str(run.registry.champion_path()))
+    else:
+        assert command[:3] == ["vllm", "serve", str(run.target.path)]
+        config = json.loads(command[command.index("--speculative-config") + 1])
+        assert config == {"method": "medusa", "model": str(run.registry.champion_path()), "num_speculative_tokens": 3}
 
 
 def test_a_promoted_drafter_serves_a_held_one_is_challenger_and_both_are_counted(run: Run) -> None:

@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import wandb
 from test_release import measured, run
 from wandb_factory import clean, hanging_server, read_runs, refusing_url
 
@@ -16,7 +18,7 @@ from specdist.outbox import Outbox, OutboxEntry
 from specdist.stages.release import release
 from specdist.stages.run import Run
 from specdist.stages.send import send
-from specdist.stages.sync import sync
+from specdist.stages.sync import sync, unsent_runs
 
 __all__ = ["clean", "run"]  # fixtures
 
@@ -123,6 +125,33 @@ def test_k4_a_server_that_hangs_in_the_middle_is_given_up_after_the_limit(
         assert time.monotonic() - begin < 10
     assert lines[0].endswith("not done after 0.5 s")
     assert len(outbox.pending()) == 1
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["run's directory", "WANDB_DIR"])
+def test_the_offline_runs_of_all_attempts_are_sent_and_no_others(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    if given:
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path / "scratch"))
+        (tmp_path / "scratch").mkdir()
+    for directory in (run.directory, run.directory, tmp_path / "another"):
+        tracking.prepare_wandb(["wandb"], directory, "group")
+        tracking.start_wandb(["wandb"], None)
+        wandb.finish()
+    outbox = released(run)
+    found = unsent_runs(outbox.root, only(outbox))
+    assert len(found) == 2
+    assert {path.parent for path in found} == {(tmp_path / "scratch" if given else run.directory) / "wandb"}
+    for path in found:
+        (path / "run.wandb.synced").touch()
+    assert unsent_runs(outbox.root, only(outbox)) == []
+
+
+def test_an_entry_of_before_names_a_directory_of_offline_runs(run: Run) -> None:
+    outbox = released(run)
+    entry = replace(only(outbox), offline_runs=outbox.relative(run.directory / "wandb"))
+    (run.directory / "wandb" / "offline-run-20260101_000000-1a2b3c4d").mkdir(parents=True)
+    assert [path.name for path in unsent_runs(outbox.root, entry)] == ["offline-run-20260101_000000-1a2b3c4d"]
 
 
 def test_a_file_that_is_gone_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

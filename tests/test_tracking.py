@@ -1,6 +1,7 @@
 """W&B goes offline without a key, keeps what the user set, and never shares a run id between attempts."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers.integrations import WandbCallback
 from wandb_factory import NAMES, clean, hanging_server, read_runs, refusing_url
 
 from specdist import tracking
-from specdist.tracking import offline_reason, prepare_wandb, start_wandb
+from specdist.tracking import offline_reason, offline_runs, prepare_wandb, start_wandb
 from specdist.training.callbacks import CheckpointAcceptance, MetricsFile, run_training
 from specdist.training.checkpoints import last_complete_checkpoint
 
@@ -35,6 +36,13 @@ def test_with_a_key_or_a_wish_the_mode_is_the_users(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     prepare_wandb(["wandb"], tmp_path, "group")
     assert os.environ["WANDB_MODE"] == "disabled"
+
+
+def test_a_run_id_that_the_user_gave_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    prepare_wandb(["wandb"], tmp_path, "group")
+    assert os.environ["WANDB_RUN_ID"] == "mine"
+    assert offline_runs(tmp_path) == tmp_path / "wandb" / "offline-run-*-mine"
 
 
 def test_other_trackers_leave_the_environment_alone(tmp_path: Path) -> None:
@@ -110,3 +118,23 @@ def test_k4_a_broken_server_costs_seconds_and_no_metric(
         wandb.finish()
     (run,) = [run for run in read_runs(tmp_path / "wandb") if run.history]
     assert (run.group, run.history[0]["train/loss"]) == ("lineage", 1.0)
+
+
+def test_where_wandb_cannot_start_at_all_training_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "soon")  # no error of wandb's own
+    train(tmp_path)
+    assert [line["step"] for line in logged(tmp_path) if "loss" in line] == list(range(1, 21))
+    assert read_runs(tmp_path / "wandb") == []
+    assert "W&B records nothing of this run: ValueError: could not convert" in caplog.text
+
+
+def test_wandb_is_told_no_secret_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--hub_token", "SECRET"])
+    prepare_wandb(["wandb"], tmp_path, "lineage")
+    start_wandb(["wandb"], None)
+    wandb.finish()
+    assert read_runs(tmp_path / "wandb")[0].finished
+    written = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file()]
+    assert [file.name for file in written if b"SECRET" in file.read_bytes()] == []

@@ -4,9 +4,7 @@ The lines are for a reader who has the drafter's directory and nothing else: DRA
 Engines: vLLM 0.32.0 and transformers 5 were run; SGLang 0.5.23 and TGI at db931fcf were read.
 """
 
-import json
-
-from specdist.drafter_config import HEAD_KINDS, HYDRA, MEDUSA
+from specdist.drafter_config import HEAD_KINDS, MEDUSA
 from specdist.export_record import ExportRecord
 
 _ASSISTED = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,21 +61,18 @@ _MERGED = (
 
 def serving(record: ExportRecord) -> list[str]:
     """Lines of Markdown: how each engine that can serve the export is started."""
-    if record.drafter_kind == HYDRA:
+    command = record.vllm_command("TARGET", "DRAFTER")
+    if command is None:
         return ["No engine reads these heads. They run in specdist's own decoder, as below."]
+    vllm = _block("bash", command, "vLLM")
     if record.drafter_kind == MEDUSA:
         merged = [] if record.lossless else [_MERGED, ""]
-        return [*merged, *_vllm(record), "", *_tgi()]
-    return [*_vllm(record), "", *_sglang(_gamma(record)), "", *_block("python", _ASSISTED, "transformers")]
+        return [*merged, *vllm, "", *_tgi()]
+    return [*vllm, "", *_sglang(_gamma(record)), "", *_block("python", _ASSISTED, "transformers")]
 
 
 def _gamma(record: ExportRecord) -> int:
     return int(record.speculative_config.get("num_speculative_tokens", 1))
-
-
-def _vllm(record: ExportRecord) -> list[str]:
-    config = json.dumps({**record.speculative_config, "model": "DRAFTER"})
-    return _block("bash", f"vllm serve TARGET --speculative-config '{config}'", "vLLM")
 
 
 def _sglang(gamma: int) -> list[str]:

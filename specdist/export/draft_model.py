@@ -3,6 +3,7 @@ transformers (`assistant_model`) read as it is."""
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,25 @@ def speculative_config(model: str, num_speculative_tokens: int) -> dict[str, obj
     return {"method": "draft_model", "model": model, "num_speculative_tokens": num_speculative_tokens}
 
 
+def _legacy_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 calls the `rope_parameters` of transformers 5: of one kind of layer, or by kind of layer."""
+    legacy: dict[str, Any] = {}
+    if isinstance(sliding := rope.get("sliding_attention"), dict):
+        legacy["rope_local_base_freq"] = sliding["rope_theta"]
+    rope = dict(rope.get("full_attention") or rope)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if (value := rope.pop(key, None)) is not None:
+            legacy[key] = value
+    if rope.get("rope_type", "default") != "default":
+        legacy["rope_scaling"] = rope
+    return legacy
+
+
 def _mirror_legacy_keys(directory: Path) -> None:
-    """Write `rope_theta` and `torch_dtype` beside transformers 5's keys: older readers would fall back to defaults."""
+    """Write transformers 4's keys beside those of transformers 5: older readers would fall back to defaults."""
     config = provenance.read_json(directory / "config.json")
     config.pop("_name_or_path", None)
-    rope = config.get("rope_parameters") or {}
-    if isinstance(rope.get("rope_theta"), int | float):
-        config["rope_theta"] = rope["rope_theta"]
+    config |= _legacy_rope(config.get("rope_parameters") or {})
     config["torch_dtype"] = config.get("dtype")
     provenance.write_json(directory / "config.json", config)
 

@@ -145,7 +145,9 @@ def write_heads(
         provenance.write_json(temporary / "config.json", config)
         check_read_back(temporary, tensors)
         if adapter is not None:
-            shutil.copytree(adapter, temporary / ADAPTER_DIRECTORY)
+            (temporary / ADAPTER_DIRECTORY).mkdir()
+            for file in adapter.iterdir():
+                shutil.copyfile(file, temporary / ADAPTER_DIRECTORY / file.name)  # not its mode
             if provenance.sha256_tree(temporary / ADAPTER_DIRECTORY) != provenance.sha256_tree(adapter):
                 raise ArtifactError(f"{adapter}: changed while it was copied, or the disk is faulty; export again")
         return write_record(temporary, record)

@@ -62,8 +62,10 @@ def check_made_for(record: ExportRecord, target: Target) -> None:
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the target's tokenizer files byte for byte. Raises ArtifactError where the source has none."""
-    copied = [shutil.copy(source / name, destination / name) for name in _TOKENIZER_FILES if (source / name).exists()]
-    if not copied:
+    found = [name for name in _TOKENIZER_FILES if (source / name).exists()]
+    for name in found:
+        shutil.copyfile(source / name, destination / name)  # not its mode, which may forbid to write
+    if not found:
         raise ArtifactError(f"{source}: holds no tokenizer files; a draft model is served with the target's tokenizer")
 
 

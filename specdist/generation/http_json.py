@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import httpx
 
 from specdist.errors import ArtifactError, ConfigError
+from specdist.redaction import without_credentials
 
 Kind = TypeVar("Kind")
 
@@ -25,13 +26,14 @@ class JsonServer:
 
     def __init__(self, url: str) -> None:
         """A trailing /v1, which OpenAI's clients want, is dropped. Raises ConfigError where `url` is none."""
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._address = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.url = without_credentials(self._address)  # as it may be shown
         try:
-            parsed = httpx.URL(self.url)
+            parsed = httpx.URL(self._address)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"endpoint {url!r}: {error}; expected something like http://host:8000") from error
+            raise ConfigError(f"endpoint {self.url!r}: {error}; expected something like http://host:8000") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"endpoint {url!r}: expected something like http://host:8000")
+            raise ConfigError(f"endpoint {self.url!r}: expected something like http://host:8000")
 
     async def get(self, client: httpx.AsyncClient, path: str) -> dict[str, Any]:
         """The reply's JSON object. Raises Unavailable, or ArtifactError where asking again would not help."""
@@ -45,7 +47,7 @@ class JsonServer:
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
         try:
-            response = await client.request(method, self.url + path, json=body)
+            response = await client.request(method, self._address + path, json=body)
         except httpx.RequestError as error:
             is_reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise Unavailable(f"{type(error).__name__}: {error}".rstrip(": "), is_reached=is_reached) from error

@@ -1,7 +1,7 @@
 """Owns the end of the chain: gate, registry, and what to paste into the engine."""
 
-import json
 import logging
+import shlex
 from pathlib import Path
 
 from specdist import provenance
@@ -11,6 +11,7 @@ from specdist.evaluation.report import read_report
 from specdist.export.medusa import CHANGED_TARGET
 from specdist.export.record import read_record
 from specdist.gate import decide, exit_code, format_decision
+from specdist.redaction import without_credentials
 from specdist.registry.attempts import count_attempt
 from specdist.registry.mirror import mirror_uri, tell
 from specdist.registry.version import Version
@@ -39,15 +40,17 @@ def _tags(run: Run, report: EvalReport, decision: GateDecision) -> dict[str, str
 
 def _log_serving(run: Run) -> None:
     path, record = run.registry.champion_path(), read_record(run.export)
-    config = {**record.speculative_config, "model": str(path)}
     logger.info("champion: %s", path)
-    if not record.lossless:
-        logger.info("vLLM: with a target of its own, --speculative-config '%s'", json.dumps(config))
-        logger.info("%s", CHANGED_TARGET)
-        return
     named = run.config.target.target_model
-    model = run.target.path if named == DEMO_NAME or Path(named).is_dir() else named
-    logger.info("vLLM: vllm serve %s --speculative-config '%s'", model, json.dumps(config))
+    model = str(run.target.path) if named == DEMO_NAME or Path(named).is_dir() else named
+    command = record.vllm_command(model if record.lossless else "TARGET", str(path))
+    if command is None:
+        ours = ["specdist", "decode", "--target", model, "--drafter", str(path), "PROMPT"]
+        logger.info("no engine serves these heads; our own decoder does: %s", shlex.join(ours))
+        return
+    logger.info("vLLM: %s", command)
+    if not record.lossless:
+        logger.info("TARGET: %s", CHANGED_TARGET)
 
 
 def _served_before(run: Run, report: EvalReport) -> str | None:
@@ -132,7 +135,8 @@ def _tell_mlflow(run: Run) -> None:
         return
     if fault := tell(run.registry, uri, seconds=_MIRROR_SECONDS):
         again = f"specdist registry reconcile {run.registry.model_name} --root {run.registry.root}"
-        logger.warning("MLflow at %s was not told: %s; `%s --mlflow-tracking-uri %s` does it", uri, fault, again, uri)
+        warning = f"MLflow at {uri} was not told: {fault}; `{again} --mlflow-tracking-uri {uri}` does it"
+        logger.warning("%s", without_credentials(warning))
 
 
 def release(run: Run, report: EvalReport, data: DatasetManifest | None = None) -> int:

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from specdist import provenance
 from specdist.child_process import run_child
-from specdist.errors import SpecdistError
+from specdist.errors import ArtifactError, SpecdistError
 from specdist.evaluation.report import REPORT_FILE
 from specdist.evaluation.summary import best_speed, gain_over_untrained
 from specdist.export.record import EXPORT_FILE, read_record
@@ -21,7 +21,7 @@ from specdist.registry.version import Version
 from specdist.schema import EvalReport, GateDecision
 from specdist.stages.evidence import CARD_FILE, DATASET_FILE, GATE_FILE, PAGE_FILE, evidence
 from specdist.stages.run import Run, report_to
-from specdist.tracking import offline_reason
+from specdist.tracking import offline_reason, offline_runs
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _entry(run: Run, report: EvalReport, decision: GateDecision) -> OutboxEntry:
         outputs=outputs,
         metrics=_metrics(report, version),
         link=name if decision.verdict == "promote" else None,
-        offline_runs=outbox.relative(run.directory / "wandb"),
+        offline_runs=outbox.relative(offline_runs(run.directory)),
     )
 
 
@@ -106,8 +106,11 @@ def sync(root: Path, *, wandb_registry: str = WANDB_REGISTRY, seconds: float = S
     """Try to send all that waits below the registry `root`; returns what was sent and what remains, in lines of text.
 
     `wandb_registry`: the W&B Registry that promoted drafters are linked into; "" for none. `seconds`: the longest that
-    one entry may take. What cannot be sent stays and is no error. Raises ArtifactError where an entry is damaged.
+    one entry may take. What cannot be sent stays and is no error. Raises ArtifactError where there is no registry, or
+    where an entry is damaged.
     """
+    if not root.is_dir():
+        raise ArtifactError(f"{root}: no registry here; give the root that the run wrote to")
     outbox = Outbox(root)
     waiting = outbox.pending()
     if not waiting:
@@ -135,11 +138,16 @@ def _send(root: Path, entry: OutboxEntry, wandb_registry: str, seconds: float) -
     files = [root / path for artifact in (*entry.inputs, *entry.outputs) for path in artifact.files.values()]
     if missing := [file for file in files if not file.is_file()]:
         return f"{missing[0]} is gone; restore it, or remove the entry {entry.digest}.json"
-    found = sorted((root / entry.offline_runs).glob("offline-run-*"))
-    runs = [str(path) for path in found if not list(path.glob("*.synced"))]
-    if runs and (fault := _run(["-m", "wandb", "sync", *runs], "", seconds)):
+    if (runs := unsent_runs(root, entry)) and (fault := _run(["-m", "wandb", "sync", *map(str, runs)], "", seconds)):
         return f"the run that trained it: {fault}"
     return _run(["-m", "specdist.stages.send", str(root), wandb_registry], json.dumps(entry.to_json()), seconds)
+
+
+def unsent_runs(root: Path, entry: OutboxEntry) -> list[Path]:
+    """The directories of the offline runs that trained it and have not been sent, oldest first."""
+    place = root / entry.offline_runs
+    found = place.glob("offline-run-*") if place.is_dir() else place.parent.glob(place.name)
+    return sorted(path for path in found if not list(path.glob("*.synced")))
 
 
 def _run(arguments: list[str], text: str, seconds: float) -> str:
