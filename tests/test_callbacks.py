@@ -102,10 +102,27 @@ def test_every_save_is_measured_and_logged(tmp_path: Path) -> None:
     assert [p.name for p in complete_checkpoints(tmp_path / "checkpoints")] == [f"checkpoint-{s}" for s in measured]
 
 
-def test_only_the_newest_checkpoint_keeps_what_resuming_needs(tmp_path: Path) -> None:
+def test_only_the_two_newest_checkpoints_keep_what_resuming_needs(tmp_path: Path) -> None:
     run(tmp_path)
-    with_optimizer = [p.parent.name for p in (tmp_path / "checkpoints").rglob("optimizer.pt")]
-    assert with_optimizer == ["checkpoint-20"]
+    with_optimizer = {p.parent.name for p in (tmp_path / "checkpoints").rglob("optimizer.pt")}
+    assert with_optimizer == {"checkpoint-18", "checkpoint-20"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_c8_a_cut_newest_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = run(tmp_path)
+    file = tmp_path / "checkpoints" / "checkpoint-20" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    before = [(e["step"], e["loss"], e["learning_rate"]) for e in logged(tmp_path) if "loss" in e]
+    resumed = run(tmp_path)
+    assert f"{name}: truncated" in caplog.text
+    assert "goes on from" in caplog.text
+    assert "checkpoint-18" in caplog.text
+    assert [(e["step"], e["loss"], e["learning_rate"]) for e in logged(tmp_path) if "loss" in e] == before
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_t4_training_stops_at_the_first_loss_that_is_not_finite(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from specdist.errors import ArtifactError
 from specdist.training.checkpoints import (
     COMPLETE_FILE,
     best_step,
@@ -34,6 +35,23 @@ def test_c8_a_half_written_checkpoint_is_passed_over_and_removed(tmp_path: Path)
     assert (tmp_path / "checkpoint-9").exists()
     assert last_complete_checkpoint(tmp_path, is_main_process=True) == tmp_path / "checkpoint-6"
     assert not (tmp_path / "checkpoint-9").exists()
+
+
+def test_c8_a_cut_checkpoint_is_no_reason_to_go_on_without_optimizer_state(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, 3, 6)
+    (tmp_path / "checkpoint-6" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"checkpoint-6/model\.safetensors: .*checkpoint-3 before has no optimizer"):
+        last_complete_checkpoint(tmp_path, is_main_process=True)
+    assert steps_in(tmp_path) == [3, 6]
+
+
+def test_c8_where_the_only_checkpoint_is_cut_training_begins_again(tmp_path: Path) -> None:
+    make_checkpoints(tmp_path, 3)
+    (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"PK")
+    assert last_complete_checkpoint(tmp_path, is_main_process=False) is None
+    assert steps_in(tmp_path) == [3], "one process alone deletes"
+    assert last_complete_checkpoint(tmp_path, is_main_process=True) is None
+    assert steps_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(

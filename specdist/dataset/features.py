@@ -23,6 +23,7 @@ from specdist.dataset.examples import column_lengths
 from specdist.errors import ArtifactError
 from specdist.progress import track
 from specdist.provenance import atomic_path, remove_leftovers
+from specdist.target import backbone
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
     ids = torch.zeros(len(rows), max(len(row["input_ids"]) for row in rows), dtype=torch.long)
     for b, row in enumerate(rows):
         ids[b, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-    hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.cpu()  # [B, T, D]
+    hidden = backbone(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.cpu()  # [B, T, D]
     return [hidden[b, row["prompt_length"] - 1 : len(row["input_ids"]) - 1].clone() for b, row in enumerate(rows)]
 
 
@@ -138,7 +139,7 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
 def _check_choices(model: PreTrainedModel, token_ids: list[int]) -> None:
     """Raise ArtifactError unless the projection of the final states makes the target's own choices."""
     ids = torch.tensor([token_ids], device=model.device)
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
     ours = model.get_output_embeddings()(states).argmax(dim=-1)
     if not torch.equal(ours, model(input_ids=ids, use_cache=False).logits.argmax(dim=-1)):
         raise ArtifactError(

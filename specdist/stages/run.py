@@ -231,7 +231,7 @@ def _plan(run: Run, trained_bytes: int) -> None:
     eval_rows = 2 * len(run.eval_prompts)
     states = _states_bytes(run, rows, eval_rows)
     checkpoints = max(2, steps.save_total_limit or 4)
-    disk = states + best + trained_bytes * (checkpoints + 2 + 2)
+    disk = states + best + trained_bytes * (checkpoints + 4 + 2)  # two have AdamW's moments
     free = _check_disk(run.directory, disk)
     parameters = weights_bytes(run.target) / 2
     element = dtype_of(run.config.target.eval_dtype).itemsize

@@ -6,9 +6,12 @@ Everything is derived from what lies on disk, so a run that was killed and resum
 
 import logging
 import shutil
+import zipfile
 from pathlib import Path
 
 from specdist import provenance
+from specdist.errors import ArtifactError
+from specdist.safetensors_file import read_header
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +36,47 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def last_complete_checkpoint(directory: Path, *, is_main_process: bool) -> Path | None:
-    """The checkpoint to resume from. What a killed run left half-written is removed by the main process."""
-    complete = complete_checkpoints(directory)
+    """The checkpoint to resume from: the newest whose files are whole. Later ones, and what a killed run left
+    half-written, are removed by the main process.
+
+    Raises ArtifactError where later ones are cut and this one has no optimizer state, so that training would go on
+    with another learning rate.
+    """
+    complete, faults = complete_checkpoints(directory), []
+    while complete and (fault := _fault(complete[-1])):
+        faults.append(fault)
+        complete.pop()
+    if faults and complete and not any((complete[-1] / name).exists() for name in _RESUME_ONLY_FILES):
+        raise ArtifactError(
+            f"{'; '.join(faults)}; {complete[-1]} before has no optimizer state to go on with: restore the file, or "
+            f"delete {directory} to train anew"
+        )
     if is_main_process:
+        for fault in faults:
+            logger.warning("%s; training goes on from %s", fault, complete[-1] if complete else "its start")
         for path in directory.glob("checkpoint-*"):
             if path not in complete:
-                logger.info("removing %s, which an interrupted run left incomplete", path)
+                logger.info("removing %s, which is incomplete", path)
                 shutil.rmtree(path)
     return complete[-1] if complete else None
 
 
+def _fault(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, None where they are whole."""
+    try:
+        for file in sorted(checkpoint.rglob("*.safetensors")):
+            read_header(file, "a copy of it is needed")
+    except ArtifactError as error:
+        return str(error)
+    saved = [file for file in sorted(checkpoint.iterdir()) if file.suffix in (".pt", ".pth", ".bin")]
+    cut = [file for file in saved if not zipfile.is_zipfile(file)]  # torch.save writes zip files, whose end is an index
+    return f"{cut[0]}: truncated ({cut[0].stat().st_size} bytes)" if cut else None
+
+
 def mark_complete(checkpoint: Path) -> None:
-    """Say that a checkpoint was written to its end; those before it lose what only resuming needs."""
+    """Say that a checkpoint was written to its end. All but it and the one before lose what only resuming needs."""
     provenance.write_json(checkpoint / COMPLETE_FILE, {"step": checkpoint_step(checkpoint)})
-    for earlier in complete_checkpoints(checkpoint.parent)[:-1]:
+    for earlier in complete_checkpoints(checkpoint.parent)[:-2]:
         for name in _RESUME_ONLY_FILES:
             (earlier / name).unlink(missing_ok=True)
 
