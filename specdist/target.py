@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     DynamicCache,
@@ -33,7 +32,7 @@ from specdist import provenance
 from specdist.errors import ArtifactError, ConfigError
 from specdist.losses import Projection
 from specdist.schema import TargetIdentity
-from specdist.weights import check_weights, load_causal_lm
+from specdist.weights import causal_lm_class, check_weights, load_causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ def open_target(model: str) -> Target:
         raise ArtifactError(f"target_model {model}: not a Hugging Face causal LM directory ({error})") from error
     if not tokenizer.chat_template:
         raise ConfigError(f"target_model {model}: its tokenizer has no chat template, so prompts cannot be rendered")
-    check_rollback(config)
+    empty_cache(config)  # refuses what could not decode
     check_weights(path, config)
     generation_config = (
         GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else GenerationConfig()
@@ -170,35 +169,32 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in _arguments(type(model).forward) else "past_key_values"
 
 
-def check_rollback(config: PretrainedConfig) -> None:
-    """Raise ConfigError where tokens cannot be taken back from the cache of such a model, as rejected drafts must be.
+def empty_cache(config: PretrainedConfig) -> DynamicCache:
+    """An empty KV cache of such a model, from which tokens can be taken back, sliding-window layers included.
 
-    A convolution's state can be cut back, a recurrent one (Mamba, linear attention) is a sum over all tokens.
+    Raises ConfigError where they cannot, as rejected drafts must be: the state of a convolution can be cut back, a
+    recurrent one (Mamba, linear attention) is a sum over all tokens.
     """
-    kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    layers = zip(kinds, DynamicCache(config=config).layers, strict=False)
+    cache, kind = DynamicCache(config=config), causal_lm_class(config)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(cache.layers)
+    layers = zip(kinds, cache.layers, strict=False)
+    fault = ""
     if any(hasattr(layer, "update_recurrent_state") and layer_type != "conv" for layer_type, layer in layers):
         fault = "layers with a recurrent state, from which rejected drafts cannot be taken back"
     elif kind is not None and not {"cache", "past_key_values"} & _arguments(kind.forward):
         fault = "no key-value cache in its forward"
-    else:
-        return
-    raise ConfigError(
-        f"{config.model_type}: speculative decoding would not be lossless with {fault}; take a model with attention"
-    )
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty KV cache from which tokens can be taken back, sliding-window layers included.
-
-    Raises ConfigError as `check_rollback`.
-    """
-    check_rollback(model.config)
-    cache = DynamicCache(config=model.config)
+    if fault:
+        raise ConfigError(
+            f"{config.model_type}: speculative decoding would not be lossless with {fault}; take a model with attention"
+        )
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
     return cache
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """`empty_cache` of a model."""
+    return empty_cache(model.config)
 
 
 def check_tree_decoding(model: PreTrainedModel, cache: DynamicCache) -> None:

@@ -15,6 +15,13 @@ from specdist.safetensors_file import read_header
 _REMEDY = "download or save it again"
 
 
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Which class of transformers runs such a model, None where it has none."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found: type[PreTrainedModel] | None = kind[0] if isinstance(kind, tuple) else kind
+    return found
+
+
 def check_weights(directory: Path, config: PretrainedConfig) -> None:
     """Check, from headers alone where it can be, that the weights in `directory` are whole and as `config` says.
 
@@ -36,8 +43,7 @@ def check_weights(directory: Path, config: PretrainedConfig) -> None:
 
 def _ties(config: PretrainedConfig) -> Mapping[str, str]:
     """Which tensor stands for which other one, by their names in a file."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    ties = getattr(kind, "_tied_weights_keys", None)
+    ties = getattr(causal_lm_class(config), "_tied_weights_keys", None)
     tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
     return ties if tied and isinstance(ties, Mapping) else {}
 
@@ -56,10 +62,11 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, **options: Any) -> PreT
     for file in sorted(Path(path).glob("*.safetensors")):
         read_header(file, _REMEDY)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ArtifactError(f"{path}: no causal LM can be loaded from it ({error})") from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
     if missing := sorted(info["missing_keys"]):
         raise ArtifactError(f"{path}: its files lack {len(missing)} tensors, such as {missing[:4]}; {_REMEDY}")
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model.eval()

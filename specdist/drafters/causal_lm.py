@@ -24,7 +24,7 @@ from specdist.drafters.vocabulary import (
 )
 from specdist.errors import ArtifactError, ConfigError
 from specdist.in_place import fits_in_place
-from specdist.target import Target, cache_argument, chain_inputs, check_projection, check_rollback, new_cache
+from specdist.target import Target, cache_argument, chain_inputs, check_projection, empty_cache, new_cache
 from specdist.tree import DraftTree
 from specdist.weights import load_causal_lm
 
@@ -41,10 +41,10 @@ def _load(
 def check_reads_targets_texts(config: PretrainedConfig, target: Target) -> None:
     """Raise ConfigError where a draft model cannot draft in all texts of `target`.
 
-    That is where its cache cannot take tokens back (`check_rollback`), and where it has a table of positions, as
+    That is where its cache cannot take tokens back (`empty_cache`), and where it has a table of positions, as
     GPT-2 does, that ends before the target's context. Rotary positions have no end.
     """
-    check_rollback(config)
+    empty_cache(config)
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None or getattr(text, "rope_parameters", None):

@@ -154,8 +154,10 @@ def write_initial_draft(
     # As engines go by it: they drop the projection where it says tied
     model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     _keep_generation_config(target.path if arguments.init == PRUNE else arguments.init, directory)
-    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**ids)
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
     model.save_pretrained(directory)
     provenance.write_json(directory / ORIGIN_FILE, origin.to_json())
     return origin

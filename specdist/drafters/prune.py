@@ -111,9 +111,10 @@ def planned_layers(arguments: DraftArguments, available: int) -> list[int]:
     number = check_layer_choice(arguments, available)
     if arguments.draft_layers:
         return list(arguments.draft_layers)
-    rules = {"even": evenly_spaced, "ends": both_ends}
-    rule = rules.get(arguments.draft_layer_rule)
-    return rule(number, available) if rule else list(range(number))
+    if arguments.draft_layer_rule == "importance":
+        return list(range(number))
+    rule = evenly_spaced if arguments.draft_layer_rule == "even" else both_ends
+    return rule(number, available)
 
 
 def choose_layers(
