@@ -20,10 +20,11 @@ _BYTES = {
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
-def read_header(path: Path) -> dict[str, str]:
+def read_header(path: Path, remedy: str = "export again") -> dict[str, str]:
     """What each tensor of a file is, by its name, such as "F32 [268, 32]". No tensor is read.
 
-    Raises ArtifactError, naming the file, where it is missing, truncated, padded, or no safetensors file.
+    Raises ArtifactError, naming the file and the `remedy`, where it is missing, truncated, padded, or no safetensors
+    file.
     """
     try:
         size = path.stat().st_size
@@ -31,7 +32,7 @@ def read_header(path: Path) -> dict[str, str]:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 8 + length <= size and length <= _MAX_HEADER else b""
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error}); export again") from error
+        raise ArtifactError(f"{path}: cannot be read ({error}); {remedy}") from error
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -39,17 +40,13 @@ def read_header(path: Path) -> dict[str, str]:
         tensors = {name: f"{entry['dtype']} {list(entry['shape'])}" for name, entry in header.items()}
         wrong = [name for name, entry in header.items() if not _fits(entry)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{path}: no safetensors file, or its header is cut ({size} bytes); export again"
-        ) from error
+        raise ArtifactError(f"{path}: no safetensors file, or its header is cut ({size} bytes); {remedy}") from error
     expected = 8 + length + max((end for _, end in ends), default=0)
     if size != expected:
         kind = "truncated" if size < expected else "padded"
-        raise ArtifactError(f"{path}: {kind}: {size} bytes, its header asks for {expected}; export again")
+        raise ArtifactError(f"{path}: {kind}: {size} bytes, its header asks for {expected}; {remedy}")
     if wrong or any(start != end for (_, end), (start, _) in pairwise([(0, 0), *ends])):
-        raise ArtifactError(
-            f"{path}: its header contradicts itself at {sorted(wrong)[:4] or 'its offsets'}; export again"
-        )
+        raise ArtifactError(f"{path}: its header contradicts itself at {sorted(wrong)[:4] or 'its offsets'}; {remedy}")
     return tensors
 
 

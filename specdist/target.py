@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -32,10 +32,12 @@ from specdist import provenance
 from specdist.errors import ArtifactError, ConfigError
 from specdist.losses import Projection
 from specdist.schema import TargetIdentity
+from specdist.weights import causal_lm_class, check_weights, load_causal_lm
 
 logger = logging.getLogger(__name__)
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+_PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,12 @@ class Target:
     def load_model(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", device_map: str | None = None
     ) -> PreTrainedModel:
-        """The target in evaluation mode, without gradients, on `device` or spread as accelerate's `device_map` says."""
-        placement = device_map or {"": device}
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, device_map=placement).eval()
-        model.requires_grad_(False)
+        """The target in evaluation mode, without gradients, on `device` or spread as accelerate's `device_map` says.
+
+        Raises ArtifactError as `load_causal_lm`, ConfigError as `check_projection`.
+        """
+        model = load_causal_lm(self.path, dtype, device_map=device_map or {"": device}).requires_grad_(False)
+        check_projection(model)
         return model
 
 
@@ -112,8 +116,6 @@ def stop_token_ids(
 
 def _weights_sha256(path: Path) -> str:
     files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ArtifactError(f"{path}: no *.safetensors; save the model with save_pretrained first")
     if sum(f.stat().st_size for f in files) > 20e9:
         logger.info("hashing the target's weights, about a minute per 50 GB")
     return provenance.sha256_json({f.name: provenance.sha256_file(f) for f in files})
@@ -122,8 +124,9 @@ def _weights_sha256(path: Path) -> str:
 def open_target(model: str, *, chat: bool = True) -> Target:
     """Find a target, read its configuration and tokenizer and hash what identifies it. Loads no weights.
 
-    `chat`: conversations will be rendered for it. Raises ArtifactError where it is missing or unreadable, ConfigError
-    where it has no EOS, or no chat template for `chat`.
+    `chat`: conversations will be rendered for it. Raises ArtifactError where it is missing, unreadable or cut,
+    ConfigError where it has no EOS, or no chat template for `chat`, and where drafts could not be taken back from its
+    cache.
     """
     path = locate_target(model)
     try:
@@ -133,6 +136,8 @@ def open_target(model: str, *, chat: bool = True) -> Target:
         raise ArtifactError(f"target_model {model}: not a Hugging Face causal LM directory ({error})") from error
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"target_model {model}: its tokenizer has no chat template, so prompts cannot be rendered")
+    empty_cache(config)  # refuses what could not decode
+    check_weights(path, config)
     generation_config = (
         GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else GenerationConfig()
     )
@@ -165,12 +170,32 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in _arguments(type(model).forward) else "past_key_values"
 
 
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty KV cache from which tokens can be taken back, sliding-window layers included."""
-    cache = DynamicCache(config=model.config)
+def empty_cache(config: PretrainedConfig) -> DynamicCache:
+    """An empty KV cache of such a model, from which tokens can be taken back, sliding-window layers included.
+
+    Raises ConfigError where they cannot, as rejected drafts must be: the state of a convolution can be cut back, a
+    recurrent one (Mamba, linear attention) is a sum over all tokens.
+    """
+    cache, kind = DynamicCache(config=config), causal_lm_class(config)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [""] * len(cache.layers)
+    layers = zip(kinds, cache.layers, strict=False)
+    fault = ""
+    if any(hasattr(layer, "update_recurrent_state") and layer_type != "conv" for layer_type, layer in layers):
+        fault = "layers with a recurrent state, from which rejected drafts cannot be taken back"
+    elif kind is not None and not {"cache", "past_key_values"} & _arguments(kind.forward):
+        fault = "no key-value cache in its forward"
+    if fault:
+        raise ConfigError(
+            f"{config.model_type}: speculative decoding would not be lossless with {fault}; take a model with attention"
+        )
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
     return cache
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """`empty_cache` of a model."""
+    return empty_cache(model.config)
 
 
 def check_tree_decoding(model: PreTrainedModel, cache: DynamicCache) -> None:
@@ -181,6 +206,8 @@ def check_tree_decoding(model: PreTrainedModel, cache: DynamicCache) -> None:
         fault = f"cache layers {sorted(layers)}, expected full attention in every layer"
     elif attention not in ("sdpa", "eager"):
         fault = f"attention {attention}, which takes no mask of one's own; load it with sdpa or eager"
+    elif getattr(model.config.get_text_config(), "alibi", False):
+        fault = "ALiBi, which makes its positions of the mask"
     elif "position_ids" not in _arguments(type(model).forward):
         fault = "no position_ids in its forward, so two tokens cannot stand at one position"
     else:
@@ -215,6 +242,12 @@ def chain_inputs(model: PreTrainedModel, cache: DynamicCache, num_tokens: int) -
     return _tree_inputs(model, torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril(), past) if pays else {}
 
 
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal LM whose `last_hidden_state` (after the norm) its output projection reads."""
+    decoder: PreTrainedModel = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama 4 finds none
+
+
 def forward_block(
     model: PreTrainedModel,
     token_ids: list[int],
@@ -235,15 +268,19 @@ def forward_block(
         inputs = _tree_inputs(model, visible, 0 if cache is None else cache.get_seq_length())
     elif cache is not None:
         inputs = chain_inputs(model, cache, len(token_ids))
-    output = model(
-        input_ids=fresh,
-        **inputs,
-        **{cache_argument(model): cache},
-        use_cache=cache is not None,
-        output_hidden_states=True,
-        logits_to_keep=logits_to_keep,
-    )
-    return output.hidden_states[-1][0], output.logits[0]
+    states: list[Tensor] = []  # asked for by output_hidden_states, those of every layer would be kept
+    handle = backbone(model).register_forward_hook(lambda module, given, output: states.append(output[0]))
+    try:
+        output = model(
+            input_ids=fresh,
+            **inputs,
+            **{cache_argument(model): cache},
+            use_cache=cache is not None,
+            logits_to_keep=logits_to_keep,
+        )
+    finally:
+        handle.remove()
+    return states[-1][0], output.logits[0]
 
 
 def shard_layers(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
@@ -285,8 +322,28 @@ def output_projection(model: PreTrainedModel, config: PretrainedConfig) -> Proje
             "the output projection is sharded in a way that hides its rows (FSDP1, DeepSpeed ZeRO-3): use DDP, "
             "ZeRO-2 or FSDP2"
         )
-    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    return Projection(weight, getattr(head, "bias", None), scale, getattr(text, "final_logit_softcapping", None))
+    factors = [getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    scale = prod(factors) / (getattr(text, "logits_scaling", None) or 1.0)
+    softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
+    return Projection(weight, getattr(head, "bias", None), float(scale), softcap)
+
+
+@torch.inference_mode()
+def check_projection(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless `output_projection` turns the states of a few tokens into the model's own logits."""
+    projection = output_projection(model, model.config)
+    weight = projection.weight
+    if weight.is_meta:  # moved off its device until it is needed
+        return
+    hidden, logits = forward_block(model, list(range(min(_PROBE_TOKENS, weight.shape[0]))), None)
+    ours = projection.of(hidden.to(weight.device, weight.dtype))
+    difference = float((ours - logits.to(weight.device).float()).abs().max() / ours.abs().max())
+    if not difference <= (1e-3 if weight.dtype == torch.float32 else 0.05):  # also where one is not a number
+        raise ConfigError(
+            f"{model.config.model_type}: its logits are not what its output projection makes of its states: they "
+            f"differ by {difference:.1%} of the largest; training and acceptance would be measured on other "
+            "logits, so this kind of model cannot be used"
+        )
 
 
 def _gathered(weight: DTensor) -> Tensor:

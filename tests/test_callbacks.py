@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,25 @@ def test_every_save_is_measured_and_logged(tmp_path: Path) -> None:
     assert [p.name for p in complete_checkpoints(tmp_path / "checkpoints")] == [f"checkpoint-{s}" for s in measured]
 
 
-def test_only_the_newest_checkpoint_keeps_what_resuming_needs(tmp_path: Path) -> None:
+def test_only_the_two_newest_checkpoints_keep_what_resuming_needs(tmp_path: Path) -> None:
     run(tmp_path)
-    with_optimizer = [p.parent.name for p in (tmp_path / "checkpoints").rglob("optimizer.pt")]
-    assert with_optimizer == ["checkpoint-20"]
+    with_optimizer = {p.parent.name for p in (tmp_path / "checkpoints").rglob("optimizer.pt")}
+    assert with_optimizer == {"checkpoint-18", "checkpoint-20"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_c8_a_cut_newest_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = run(tmp_path)
+    file = tmp_path / "checkpoints" / "checkpoint-20" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    before = [(e["step"], e["loss"], e["learning_rate"]) for e in logged(tmp_path) if "loss" in e]
+    resumed = run(tmp_path)
+    assert re.search(f"checkpoint-20: {name}, expected .*goes on from .*checkpoint-18", caplog.text)
+    assert [(e["step"], e["loss"], e["learning_rate"]) for e in logged(tmp_path) if "loss" in e] == before
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +146,9 @@ def test_only_the_newest_checkpoint_keeps_what_resuming_needs(tmp_path: Path) ->
 )
 def test_c2_a_checkpoint_that_lacks_what_resuming_needs_is_refused(tmp_path: Path, lost: str, how: str) -> None:
     with pytest.raises(Killed):
-        run(tmp_path, kill_at=6)
-    file = tmp_path / "checkpoints" / "checkpoint-6" / lost
+        run(tmp_path, kill_at=3)
+    (checkpoint,) = complete_checkpoints(tmp_path / "checkpoints")
+    file = checkpoint / lost
     whole = file.read_bytes()
     file.unlink()
     if how == "cut":
@@ -162,7 +179,7 @@ def test_t4_weights_that_overflow_stop_training_with_step_heads_and_rows(tmp_pat
 def test_t4_the_row_of_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **SELDOM)
     examples = trainer.data_collator.examples
-    stored = target_states(tmp_path / "states", examples, lambda: make_tiny_llama(VOCAB, seed=1), hidden_size=32)
+    stored = target_states(tmp_path / "states", examples, lambda: make_tiny_llama(VOCAB, seed=1))
     (file,) = (tmp_path / "states").iterdir()
     tensors = load_file(file)
     tensors["states"][17 * 9] = math.nan  # the first of row 17: 9 tokens of each were written by the target

@@ -1,11 +1,14 @@
 """The draft model before training: pruned from the target, or another model with the same tokenizer and no other."""
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from specdist.drafter_config import DraftArguments, TrainedSize
 from specdist.drafters.causal_lm import load_draft_model, load_for_drafting, trainable_draft
@@ -111,6 +114,68 @@ def test_x7_a_pad_token_that_fine_tuning_added_is_cut_off(target: Target, tmp_pa
     assert draft.config.vocab_size == target.identity.vocab_size
     before = load_draft_model(init, torch.float32).get_output_embeddings().weight
     assert torch.equal(draft.get_output_embeddings().weight, before[:-1])
+
+
+def test_m12_a_draft_without_a_row_for_each_token_is_refused_by_the_first(target: Target, tmp_path: Path) -> None:
+    init = save_model(tmp_path / "narrow", 260, make_tiny_tokenizer())
+    first = target.tokenizer.convert_ids_to_tokens(260)
+    with pytest.raises(ConfigError, match=rf"token {first!r} has id 260, but the model has only 260 embedding rows"):
+        check_draft_model(DraftArguments(init=init), target)
+
+
+@pytest.mark.parametrize(("positions", "fits"), [(511, False), (512, True)])
+def test_e11_a_draft_whose_positions_end_before_the_targets_is_refused(
+    target: Target, tmp_path: Path, positions: int, fits: bool
+) -> None:
+    assert target.context_length == 512
+    GPT2LMHeadModel(GPT2Config(vocab_size=268, n_embd=8, n_layer=1, n_head=2, n_positions=positions)).save_pretrained(
+        tmp_path
+    )
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    if fits:
+        assert check_draft_model(DraftArguments(init=str(tmp_path)), target) > 0
+        return
+    for refused in (
+        lambda: check_draft_model(DraftArguments(init=str(tmp_path)), target),
+        lambda: load_for_drafting(tmp_path, target, torch.float32),
+    ):
+        with pytest.raises(ConfigError, match="it has 511 positions, the target reads 512"):
+            refused()
+
+
+def test_e11_rotary_positions_have_no_end(target: Target, tmp_path: Path) -> None:
+    model = make_tiny_llama(268, layers=1)
+    model.config.max_position_embeddings = 64
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    assert check_draft_model(DraftArguments(init=str(tmp_path)), target) > 0
+
+
+@pytest.mark.parametrize("init", ["prune", "other"])
+def test_x3_a_contradictory_generation_config_is_kept_beside_a_draft_that_can_be_saved(
+    tiny_target_dir: Path, tmp_path: Path, init: str
+) -> None:
+    source = shutil.copytree(tiny_target_dir, tmp_path / "source")
+    asked = json.dumps({"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 267})
+    (source / "generation_config.json").write_text(asked)
+    arguments = DraftArguments(draft_layers=[0]) if init == "prune" else DraftArguments(init=str(source))
+    write_initial_draft(tmp_path / "init", arguments, open_target(str(source)))
+    assert (tmp_path / "init" / "generation_config.original.json").read_text() == asked
+    model = load_draft_model(tmp_path / "init", torch.float32)
+    assert model.generation_config.eos_token_id == 267
+    model.save_pretrained(tmp_path / "checkpoint-1")  # as the trainer does; it raised, and no weights were there
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_c7_a_draft_that_is_tied_in_words_only_is_written_as_what_it_is(target: Target, tmp_path: Path) -> None:
+    init = save_model(tmp_path / "other", 268, make_tiny_tokenizer())
+    config = read_json(tmp_path / "other" / "config.json") | {"tie_word_embeddings": True}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    write_initial_draft(tmp_path / "init", DraftArguments(init=init), target)
+    assert read_json(tmp_path / "init" / "config.json")["tie_word_embeddings"] is False
+    before, after = (load_draft_model(path, torch.float32) for path in (init, tmp_path / "init"))
+    with torch.inference_mode():
+        assert torch.equal(after(torch.tensor(TEXTS[:1])).logits, before(torch.tensor(TEXTS[:1])).logits)
 
 
 @pytest.mark.parametrize("padding", [0, 12])

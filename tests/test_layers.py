@@ -41,7 +41,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "L1": (("losses", "fused_losses", "verify", "tree", "replay"), ("L0",)),
-    "L2": (("target", "in_place", "demo", "drafters"), ("L0", "L1")),
+    "L2": (("weights", "target", "in_place", "demo", "drafters"), ("L0", "L1")),
     "L3 generation": (("generation",), ("L0", "L1", "L2")),
     # a dataset is made by generating it, so dataset may import generation, never the reverse
     "L3 dataset": (("dataset",), ("L0", "L1", "L2", "L3 generation")),

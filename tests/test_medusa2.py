@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from specdist.drafter_config import HeadsArguments
 from specdist.drafters.adapter import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS, add_target_adapters
+from specdist.errors import ArtifactError
 from specdist.losses import FullTarget, Objective, position_losses
 from specdist.target import output_projection
 from specdist.training.callbacks import CheckpointAcceptance, run_training
@@ -163,3 +164,12 @@ def test_c10_a_checkpoint_holds_heads_and_adapters_alone_and_resuming_ends_bit_f
     again = saved(tmp_path / "cut" / "checkpoint-4")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
     assert any(not torch.equal(saved(tmp_path / "whole" / "checkpoint-2")[n], t) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", f"adapter/{ADAPTER_WEIGHTS}"])
+def test_c8_a_cut_file_of_a_checkpoint_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    joint = make_joint()
+    joint.save(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=f"{Path(name).name}.*cut"):
+        joint.load(tmp_path)

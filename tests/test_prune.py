@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import make_tiny_llama
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.prune import (
@@ -43,6 +43,61 @@ def test_a_model_of_another_build_is_refused_by_name() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2, n_positions=32))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel has no model"):
         prune_layers(model, [0])
+
+
+def make_model(kind: str, layers: int, **settings: object) -> PreTrainedModel:
+    common = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | settings)).eval()
+
+
+@pytest.mark.parametrize("layers", [[0, 3, 7], [3], [0, 2, 4, 6], list(range(8))])
+def test_layers_without_rotary_positions_stay_without(layers: list[int]) -> None:
+    target = make_model("smollm3", 8)  # of which layers 3 and 7 have none
+    draft = prune_layers(target, layers)
+    kept = [target.model.layers[layer].self_attn.use_rope for layer in layers]
+    assert [layer.self_attn.use_rope for layer in draft.model.layers] == kept
+    assert draft.config.no_rope_layers == [int(layer not in (3, 7)) for layer in layers]
+
+
+QWEN_MOE = {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+DEEPSEEK = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", QWEN_MOE | {"mlp_only_layers": [0, 2]}),
+        ("deepseek_v3", DEEPSEEK | {"first_k_dense_replace": 1}),
+    ],
+    ids=["qwen3_moe", "deepseek_v3"],
+)
+@pytest.mark.parametrize("layers", [[0, 1], [1, 3], [0, 3], [2, 3]])
+def test_layers_of_experts_and_dense_ones_keep_their_kinds(kind: str, settings: dict, layers: list[int]) -> None:
+    target = make_model(kind, 4, **settings)
+    draft = prune_layers(target, layers)
+    for ours, layer in zip(draft.model.layers, layers, strict=True):
+        expected = target.model.layers[layer].state_dict()
+        assert ours.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_a_choice_of_layers_that_no_configuration_says_is_refused() -> None:
+    target = make_model("qwen3_moe", 4, **QWEN_MOE, decoder_sparse_step=2)  # layers 1 and 3 have experts
+    prune_layers(target, [0, 1])
+    with pytest.raises(ConfigError, match="layer 1 of the target cannot be layer 0 of a qwen3_moe"):
+        prune_layers(target, [1, 3])
+
+
+def test_a_list_of_ids_as_long_as_the_layers_stays_whole() -> None:
+    target = make_tiny_llama(40, layers=2)
+    target.config.eos_token_id = [7, 9]
+    assert prune_layers(target, [1]).config.eos_token_id == [7, 9]
 
 
 @pytest.mark.parametrize(

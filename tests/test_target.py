@@ -6,10 +6,62 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tiny_llama, make_tiny_tokenizer
-from transformers import GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from specdist.drafters.causal_lm import DraftModelDrafter
 from specdist.errors import ArtifactError, ConfigError
-from specdist.target import chain_inputs, forward_block, new_cache, open_target, stop_token_ids
+from specdist.target import (
+    chain_inputs,
+    check_projection,
+    check_tree_decoding,
+    empty_cache,
+    forward_block,
+    keep_fed,
+    new_cache,
+    open_target,
+    output_projection,
+    stop_token_ids,
+)
+
+COMMON = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+KINDS: dict[str, dict] = {
+    "mamba": {}, "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1}, "rwkv": {}, "minimax": LINEAR,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1}, "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "lm_head_multiplier": 0.25},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]}, "qwen3_next": LINEAR, "qwen3_5_text": LINEAR,
+    "recurrent_gemma": {"lru_width": 16, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0},
+    "lfm2": {"layer_types": ["conv", "full_attention"]}, "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16},
+    "cohere": {"logit_scale": 0.5}, "granite": {"logits_scaling": 4.0}, "gemma2": {"final_logit_softcapping": 3.0},
+    "llama4_text": {"intermediate_size_mlp": 16, "num_local_experts": 2},
+}  # fmt: skip
+
+
+def make_config(kind: str) -> PretrainedConfig:
+    return AutoConfig.for_model(kind, **COMMON | KINDS[kind])
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    """A random fp32 model of a kind, whose logits are no near-ties."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(make_config(kind)).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.25)
+    return model
 
 
 def test_no_such_target_is_refused_with_what_to_do() -> None:
@@ -64,6 +116,74 @@ def test_t11_hidden_states_are_what_the_output_projection_reads() -> None:
     with torch.inference_mode():
         hidden, logits = forward_block(model, list(range(12)), new_cache(model))
         torch.testing.assert_close(model.get_output_embeddings()(hidden), logits)
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "opt", "gemma2"])
+def test_t11_states_of_the_last_layer_alone_are_kept_for_every_build(kind: str) -> None:
+    model, ids = make_model(kind), list(range(3, 12))
+    with torch.inference_mode():
+        hidden, logits = forward_block(model, ids, None, logits_to_keep=2)
+        every = model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    assert torch.equal(hidden, every.hidden_states[-1][0])
+    torch.testing.assert_close(logits, every.logits[0, -2:])
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "recurrent_gemma", "cohere", "granite", "gemma2", "llama4_text"])
+def test_t11_the_output_projection_gives_the_models_own_logits(kind: str) -> None:
+    model = make_model(kind)
+    with torch.inference_mode():
+        hidden, logits = forward_block(model, list(range(9)), None)
+        torch.testing.assert_close(output_projection(model, model.config).of(hidden), logits)
+    check_projection(model)
+    check_projection(model.bfloat16())
+
+
+def test_t11_a_model_whose_logits_are_made_in_another_way_is_refused() -> None:
+    model = make_tiny_llama(40)
+    model.lm_head.register_forward_hook(lambda module, given, logits: 0.5 * logits)
+    with pytest.raises(ConfigError, match=r"llama: its logits are not .* differ by 50\.0%"):
+        check_projection(model)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba", "mamba2", "rwkv", "minimax", "jamba", "bamba", "falcon_h1", "granitemoehybrid", "qwen3_next",
+        "qwen3_5_text", "recurrent_gemma",
+    ],
+)  # fmt: skip
+def test_e5_a_model_from_whose_state_no_token_can_be_taken_back_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{kind}: speculative decoding would not be lossless"):
+        empty_cache(make_config(kind))
+
+
+def test_e5_it_is_refused_when_it_is_opened_and_as_a_draft(tmp_path: Path) -> None:
+    model = make_model("qwen3_5_text")
+    with pytest.raises(ConfigError, match="recurrent state"):
+        DraftModelDrafter(model, 48)
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="recurrent state"):
+        open_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "llama4_text"])  # convolutions, chunks of attention
+def test_e5_after_tokens_were_taken_back_a_pass_is_as_if_they_had_never_been(kind: str) -> None:
+    model, ids = make_model(kind), [(7 * i + 3) % 48 for i in range(14)]
+    with torch.inference_mode():
+        cache = new_cache(model)
+        forward_block(model, ids[:8], cache)
+        forward_block(model, [ids[8], 5, 6, 7], cache)
+        keep_fed(cache, 3, [])
+        _, logits = forward_block(model, ids[9:], cache)
+        torch.testing.assert_close(logits, forward_block(model, ids, None)[1][9:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_tree_on_alibi_is_refused() -> None:
+    shape = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = FalconForCausalLM(FalconConfig(**shape, alibi=True))
+    with pytest.raises(ConfigError, match="FalconForCausalLM: ALiBi"):
+        check_tree_decoding(model, new_cache(model))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -23,7 +23,7 @@ from specdist.dataset.examples import column_lengths
 from specdist.errors import ArtifactError
 from specdist.progress import track
 from specdist.provenance import atomic_path, remove_leftovers
-from specdist.target import output_projection
+from specdist.target import backbone, output_projection
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
     ids = torch.zeros(len(rows), max(len(row["input_ids"]) for row in rows), dtype=torch.long)
     for b, row in enumerate(rows):
         ids[b, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-    hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.cpu()  # [B, T, D]
+    hidden = backbone(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.cpu()  # [B, T, D]
     return [hidden[b, row["prompt_length"] - 1 : len(row["input_ids"]) - 1].clone() for b, row in enumerate(rows)]
 
 
@@ -144,7 +144,7 @@ def _check_logits(model: PreTrainedModel, token_ids: list[int]) -> None:
     projection = output_projection(model, model.config)
     device = projection.weight.device  # the last one, where the target is spread over several
     ids = torch.tensor([token_ids], device=model.device)
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.to(device)  # [1, T, D]
+    states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state.to(device)  # [1, T, D]
     own = model(input_ids=ids, use_cache=False).logits.to(device).float()  # [1, T, V]
     difference = float((projection.of(states) - own).norm() / own.norm())
     tolerance = max(4 * torch.finfo(model.dtype).eps, 1e-3)  # at least that of TF32

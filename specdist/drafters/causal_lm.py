@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from specdist.drafter_config import DraftArguments
 from specdist.drafters.adapter import ADAPTER_CONFIG, add_adapters, check_4bit, load_adapter, merge_adapter
@@ -24,19 +24,36 @@ from specdist.drafters.vocabulary import (
 )
 from specdist.errors import ArtifactError, ConfigError
 from specdist.in_place import fits_in_place
-from specdist.target import Target, cache_argument, chain_inputs, new_cache
+from specdist.target import Target, cache_argument, chain_inputs, check_projection, empty_cache, new_cache
 from specdist.tree import DraftTree
+from specdist.weights import load_causal_lm
 
 
 def _load(
     path: str | Path, dtype: torch.dtype, device: torch.device | str, quantisation: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
     options = {"quantization_config": quantisation} if quantisation else {}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map={"": device}, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ArtifactError(f"draft model {path}: cannot be loaded ({error})") from error
-    return model.eval()
+    model = load_causal_lm(path, dtype, device_map={"": device}, **options)
+    check_projection(model)
+    return model
+
+
+def check_reads_targets_texts(config: PretrainedConfig, target: Target) -> None:
+    """Raise ConfigError where a draft model cannot draft in all texts of `target`.
+
+    That is where its cache cannot take tokens back (`empty_cache`), and where it has a table of positions, as
+    GPT-2 does, that ends before the target's context. Rotary positions have no end.
+    """
+    empty_cache(config)
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None or getattr(text, "rope_parameters", None):
+        return
+    if target.context_length is None or positions < target.context_length:
+        raise ConfigError(
+            f"draft model {config.model_type}: it has {positions} positions, the target reads "
+            f"{target.context_length or 'texts of any length'}; take a draft that reads as far"
+        )
 
 
 def load_draft_model(
@@ -45,7 +62,7 @@ def load_draft_model(
     """Load a causal LM with its full vocabulary, in evaluation mode.
 
     A checkpoint of adapters is merged into `base`, the run's initial draft, in float32, whatever it was trained on.
-    Raises ArtifactError where it cannot be read, or where the adapters do not fit.
+    Raises ArtifactError where it cannot be read or lacks a tensor, or where the adapters do not fit.
     """
     if not (Path(path) / ADAPTER_CONFIG).exists():
         return _load(path, dtype, device)
@@ -87,10 +104,11 @@ def load_for_drafting(
     """A draft model and the ids that it may propose: for `DraftModelDrafter` and `DraftModelScorer`.
 
     `base`: the run's initial draft, for a checkpoint: its reduced vocabulary (and what its adapters need) lies there.
-    With a reduced vocabulary the projection has its rows alone, [R, D]. Raises as `load_draft_model`, and
-    ArtifactError where the vocabulary belongs to another target.
+    With a reduced vocabulary the projection has its rows alone, [R, D]. Raises as `load_draft_model` and
+    `check_reads_targets_texts`, and ArtifactError where the vocabulary belongs to another target.
     """
     model = load_draft_model(path, dtype, device, base=base)
+    check_reads_targets_texts(model.config, target)
     vocabulary = draft_vocabulary(base or path, target).to(model.device)
     return restrict_projection(model, vocabulary), vocabulary
 

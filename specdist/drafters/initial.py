@@ -4,19 +4,28 @@ Shapes: S ids of the target's tokenizer, R ids of a reduced vocabulary.
 """
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.hub import cached_file
 
 from specdist import provenance
 from specdist.drafter_config import DraftArguments, TrainedSize
 from specdist.drafters.adapter import trained_size
-from specdist.drafters.causal_lm import load_draft_model
-from specdist.drafters.prune import check_layer_choice, choose_layers, prune_layers, pruned_config
+from specdist.drafters.causal_lm import check_reads_targets_texts, load_draft_model
+from specdist.drafters.prune import choose_layers, planned_layers, prune_layers
 from specdist.drafters.vocabulary import (
     check_same_tokenizer,
     mute_padding,
@@ -24,13 +33,13 @@ from specdist.drafters.vocabulary import (
     shared_vocabulary_size,
     write_vocabulary,
 )
-from specdist.errors import ArtifactError
+from specdist.errors import ArtifactError, ConfigError
 from specdist.record import Record
 from specdist.target import Target
 
 logger = logging.getLogger(__name__)
 
-ORIGIN_FILE = "origin.json"
+ORIGIN_FILE, ORIGINAL_GENERATION_FILE = "origin.json", "generation_config.original.json"
 PRUNE = "prune"
 
 
@@ -53,25 +62,30 @@ def _external_config(init: str, target: Target) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise ArtifactError(f"init {init!r}: no causal LM with a tokenizer can be read from it ({error})") from error
     check_same_tokenizer(target.tokenizer, tokenizer, init)
+    rows = config.get_text_config().vocab_size
+    if rows < shared_vocabulary_size(target):
+        raise ConfigError(
+            f"init {init!r}: token {tokenizer.convert_ids_to_tokens(rows)!r} has id {rows}, but the model has only "
+            f"{rows} embedding rows; resize and train it first, rows are never made up"
+        )
     return config
 
 
 def check_draft_model(arguments: DraftArguments, target: Target) -> TrainedSize:
     """Check, without loading weights, that the draft can be made for `target`; returns its size.
 
-    Raises TokenizerMismatch, ArtifactError (no such model) or ConfigError (layers, vocabulary or adapters that cannot
-    be).
+    Raises TokenizerMismatch, ArtifactError (no such model) or ConfigError (layers, vocabulary, adapters, positions or a
+    cache that cannot be).
     """
-    if arguments.init == PRUNE:
-        number = check_layer_choice(arguments, target.config.get_text_config().num_hidden_layers)
-        config = pruned_config(target.config, arguments.draft_layers or range(number))
-    else:
-        config = _external_config(arguments.init, target)
+    config = target.config if arguments.init == PRUNE else _external_config(arguments.init, target)
+    check_reads_targets_texts(config, target)
     if arguments.draft_vocab_size:
         counts = torch.zeros(shared_vocabulary_size(target))
         select_vocabulary(counts, arguments.draft_vocab_size, target.identity.eos_token_ids)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+        if arguments.init == PRUNE:
+            model = prune_layers(model, planned_layers(arguments, config.get_text_config().num_hidden_layers))
     return trained_size(model, arguments)
 
 
@@ -105,6 +119,15 @@ def make_draft_model(
     return prune_layers(full, layers), DraftOrigin(PRUNE, layers, None if influence is None else influence.tolist())
 
 
+def _keep_generation_config(source: str | Path, directory: Path) -> None:
+    """Copy that of `source` as it is. How a draft samples the target says, and some cannot be saved in a checkpoint:
+    transformers refuses a temperature without sampling."""
+    found = cached_file(source, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if found is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found, directory / ORIGINAL_GENERATION_FILE)
+
+
 def write_initial_draft(
     directory: Path,
     arguments: DraftArguments,
@@ -127,6 +150,13 @@ def write_initial_draft(
         logger.info("draft model: %d of %d tokens, %.1f %% of the training text", len(ids), len(counts), 100 * coverage)
         write_vocabulary(directory, ids, target.identity.vocab_size)
         origin = replace(origin, vocabulary_coverage=coverage)
+    # As engines go by it: they drop the projection where it says tied
+    model.config.tie_word_embeddings = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    _keep_generation_config(target.path if arguments.init == PRUNE else arguments.init, directory)
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
     model.save_pretrained(directory)
     provenance.write_json(directory / ORIGIN_FILE, origin.to_json())
     return origin

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from specdist.drafter_config import DraftArguments
 from specdist.errors import ConfigError
 
+_LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of layers by number; other lists have an entry for each one
+
 
 def check_layers(layers: Sequence[int], available: int) -> None:
     """Raise ConfigError unless `layers` are one or more different ones of 0 to `available` − 1."""
@@ -101,6 +103,20 @@ def block_influence(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> T
     return 1.0 - sums / num_tokens
 
 
+def planned_layers(arguments: DraftArguments, available: int) -> list[int]:
+    """The layers that `arguments` keep of `available`; for the rule importance, which measures them, the first ones.
+
+    Raises as `check_layer_choice`.
+    """
+    number = check_layer_choice(arguments, available)
+    if arguments.draft_layers:
+        return list(arguments.draft_layers)
+    if arguments.draft_layer_rule == "importance":
+        return list(range(number))
+    rule = evenly_spaced if arguments.draft_layer_rule == "even" else both_ends
+    return rule(number, available)
+
+
 def choose_layers(
     arguments: DraftArguments, target: PreTrainedModel, texts: Sequence[Sequence[int]]
 ) -> tuple[list[int], Tensor | None]:
@@ -108,34 +124,60 @@ def choose_layers(
 
     `texts` (token ids) serve the rule importance alone. Raises ConfigError as `check_layer_choice`.
     """
-    available = target.config.get_text_config().num_hidden_layers
-    number = check_layer_choice(arguments, available)
-    if arguments.draft_layers:
-        return list(arguments.draft_layers), None
-    if arguments.draft_layer_rule == "importance":
-        influence = block_influence(target, texts)
-        return most_influential(influence, number), influence
-    rule = evenly_spaced if arguments.draft_layer_rule == "even" else both_ends
-    return rule(number, available), None
+    layers = planned_layers(arguments, target.config.get_text_config().num_hidden_layers)
+    if arguments.draft_layers or arguments.draft_layer_rule != "importance":
+        return layers, None
+    influence = block_influence(target, texts)
+    return most_influential(influence, len(layers)), influence
 
 
 def pruned_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
     """The configuration of a model that keeps `layers` of the one that `config` describes."""
     pruned = copy.deepcopy(config)
     pruned.num_hidden_layers = len(layers)
-    if getattr(pruned, "layer_types", None):
-        pruned.layer_types = [config.layer_types[layer] for layer in layers]
+    for name, value in vars(config).items():
+        if name in _LAYER_NUMBERS and value:
+            setattr(pruned, name, [i for i, layer in enumerate(layers) if layer in value])
+        elif isinstance(value, list | tuple) and len(value) == config.num_hidden_layers and "token_id" not in name:
+            setattr(pruned, name, [value[layer] for layer in layers])
+    if dense := getattr(config, "first_k_dense_replace", None):
+        pruned.first_k_dense_replace = sum(layer < dense for layer in layers)
     return pruned
+
+
+def _traits(layer: nn.Module) -> dict[str, Any]:
+    """What a decoder layer is, apart from its weights and its number: kinds of modules, their settings and shapes."""
+    traits: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    for path, module in layer.named_modules():
+        traits[path] = type(module)
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | None) and not name.startswith(("_", "layer_", "training")):
+                traits[f"{path}.{name}"] = value
+    return traits
+
+
+def _check_same_layers(draft: PreTrainedModel, target: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raise ConfigError where a layer of the draft would be built in another way than the target's it stands for."""
+    for i, layer in enumerate(layers):
+        ours, theirs = _traits(decoder_layers(draft)[i]), _traits(decoder_layers(target)[layer])
+        if wrong := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
+            raise ConfigError(
+                f"init prune: layer {layer} of the target cannot be layer {i} of a {target.config.model_type}, which "
+                f"builds that one in another way ({wrong[:3]}); choose draft_layers that keep the order of the kinds "
+                "of layers, such as the first ones"
+            )
 
 
 def prune_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A draft model from the target's own embeddings, norm, output projection and the named decoder layers, in order.
 
-    Raises ConfigError on an index that the target lacks and on a model whose layers are not in `model.layers`.
+    Raises ConfigError on an index that the target lacks, on a model whose layers are not in `model.layers`, and where
+    such a model would build a layer at its new place in another way.
     """
     check_layers(layers, target.config.get_text_config().num_hidden_layers)
     decoder_layers(target)
     draft = AutoModelForCausalLM.from_config(pruned_config(target.config, layers), dtype=target.dtype)
+    _check_same_layers(draft, target, layers)
     origin = {f"model.layers.{i}.": f"model.layers.{layer}." for i, layer in enumerate(layers)}
     source = target.state_dict()
     state = {}

@@ -92,7 +92,7 @@ def _run_bytes(run: Run, trained: TrainedSize) -> int:
     the newest, export, and the texts of a target that learns as well."""
     if _is_trained(run):
         return 0 if run.export.exists() else 4 * trained.total
-    kept, moments, copies = max(2, run.config.training.save_total_limit or 4), 2, 2
+    kept, moments, copies = max(2, run.config.training.save_total_limit or 4), 4, 2  # two checkpoints have moments
     needed = 4 * (trained.learned * (kept + moments) + trained.total * copies)
     if getattr(run.config.model, "changes_target", False):
         hidden = run.target.config.get_text_config().hidden_size

@@ -50,9 +50,11 @@ def last_complete_checkpoint(directory: Path, *, is_main_process: bool) -> Path 
         )
     if is_main_process:
         kept = complete[: complete.index(whole[-1]) + 1] if whole else []
+        for path in complete[len(kept) :]:
+            logger.warning("%s: %s; training goes on from %s", path, "; ".join(_lost(path)[:3]), whole[-1])
         for path in directory.glob("checkpoint-*"):
             if path not in kept:
-                logger.info("removing %s, which an interrupted run left incomplete", path)
+                logger.info("removing %s, which is incomplete", path)
                 shutil.rmtree(path)
     return whole[-1] if whole else None
 
@@ -64,7 +66,7 @@ def _lost(checkpoint: Path) -> list[str]:
     if saved is None:
         return [f"{mark} does not list its files, since an older version wrote it"]
     return [
-        f"{checkpoint / name}, expected {size} bytes, found {found.get(name, 'no file')}"
+        f"{name}, expected {size} bytes, found {found.get(name, 'no file')}"
         for name, size in saved.items()
         if found.get(name) != size
     ]
@@ -77,14 +79,14 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Say that a checkpoint was written to its end; those before it lose what only resuming needs.
+    """Say that a checkpoint was written to its end. All but it and the one before lose what only resuming needs.
 
     Raises NotFinite where it holds a weight that is NaN or infinite: it stays incomplete then.
     """
     check_weights(checkpoint)
     record = {"step": checkpoint_step(checkpoint), "files": _sizes(checkpoint)}
     provenance.write_json(checkpoint / COMPLETE_FILE, record)
-    for earlier in complete_checkpoints(checkpoint.parent)[:-1]:
+    for earlier in complete_checkpoints(checkpoint.parent)[:-2]:
         for name in _RESUME_ONLY_FILES:
             (earlier / name).unlink(missing_ok=True)
 

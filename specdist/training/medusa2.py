@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -19,7 +19,7 @@ from specdist.drafter_config import HYDRA
 from specdist.drafters.adapted_target import ADAPTER_DIRECTORY
 from specdist.drafters.adapter import Adapted, read_adapters
 from specdist.drafters.heads import DraftHeads
-from specdist.drafters.heads_file import CHECKPOINT_FILE
+from specdist.drafters.heads_file import CHECKPOINT_FILE, load_heads
 from specdist.losses import FullTarget, Objective, TargetDistributions
 from specdist.training.arguments import settle_arguments
 from specdist.training.batches import schedule
@@ -70,8 +70,9 @@ class HeadsAndTarget(nn.Module):
         self.target.save_pretrained(str(directory / ADAPTER_DIRECTORY))
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote. Raises ArtifactError where the adapters are those of another target."""
-        self.heads.load_state_dict(load_file(directory / CHECKPOINT_FILE))
+        """Read what `save` wrote. Raises ArtifactError where a file is cut, or the adapters are of another target."""
+        heads = load_heads(directory / CHECKPOINT_FILE, self.heads.shape.vocab_size)
+        self.heads.load_state_dict(heads.state_dict())
         read_adapters(self.target, directory / ADAPTER_DIRECTORY)
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdist.errors import ConfigError
 from specdist.losses import Projection
+from specdist.target import backbone
 
 MODEL_INPUTS = ("input_ids", "position_ids")
 CPU_PASS_TOKENS = 1024  # of one pass of the target on a CPU: enough for its speed, and caches hold most of it
@@ -35,7 +36,7 @@ def final_states(model: PreTrainedModel, batch: dict[str, Tensor], supervised: T
     rows laid end to end.
     """
     inputs = model_inputs(batch, model.config)
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, D], where the last layer is
+    hidden = backbone(model)(**inputs, use_cache=False).last_hidden_state  # [B, T, D], where the last layer is
     return hidden.flatten(0, 1)[supervised.flatten().to(hidden.device)].to(supervised.device)
 
 
