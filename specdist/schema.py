@@ -3,7 +3,7 @@
 The words are those of README.md, section "What the numbers mean".
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specdist.errors import ConfigError
@@ -50,10 +50,7 @@ class SamplingSpec(Record):
 
 @dataclass(frozen=True)
 class TargetIdentity(Record):
-    """What a target is, independent of where it lies: hashes of weights, tokenizer and chat template.
-
-    `model_id` is what it was called and takes no part in `==`: the same files under another name are the same target.
-    """
+    """What a target is: hashes of weights, tokenizer and chat template. `model_id`, its name, has no part in `==`."""
 
     model_id: str = field(compare=False)
     weights_sha256: str
@@ -63,8 +60,9 @@ class TargetIdentity(Record):
     eos_token_ids: list[int]
 
     def differences(self, other: "TargetIdentity") -> list[str]:
-        """What of another target is not as here, by the fields' names without "_sha256"."""
-        return [name.removesuffix("_sha256") for name, value in vars(self).items() if getattr(other, name) != value]
+        """What makes another one another target, by the fields' names without "_sha256"."""
+        names = [field.name for field in fields(self) if field.compare]
+        return [name.removesuffix("_sha256") for name in names if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from warm_process import run_script
 
 from specdist.cli import main
 from specdist.registry.store import Registry
+from specdist.schema import TargetIdentity
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"draft": "recipes/distill_draft.py", "medusa": "recipes/train_medusa.py"}
@@ -285,7 +286,8 @@ def test_dry_run_prints_the_plan_and_makes_nothing(kind: str, target: Path, tmp_
 
 def test_an_output_folder_of_another_run_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(parents=True)
-    record = {"kind": "medusa", "target": {"model_id": "other", "weights_sha256": "0" * 64}}
+    other = TargetIdentity("other", "0" * 64, "1" * 64, "2" * 64, 268, [267])
+    record = {"kind": "medusa", "target": other.to_json()}
     (tmp_path / "run" / "provenance.json").write_text(json.dumps(record))
     (tmp_path / "run" / "run.yaml").write_text("target_model: other\n")
     result = run(command("draft", target, tmp_path))

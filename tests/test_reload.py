@@ -76,19 +76,28 @@ def test_a_fresh_process_that_reads_the_same_passes() -> None:
     assert "the same 30 tensors and drafts the same 6 tokens" in judged(make_reload()).reason
 
 
-def test_x5_a_tensor_that_the_file_lacks_is_another_one_in_a_fresh_process(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["another", "missing"])
+def test_x5_a_tensor_that_is_another_or_missing_is_found_by_a_fresh_process(
+    target: Target, tmp_path: Path, change: str
+) -> None:
     export = tmp_path / "export"
     draft = make_tiny_llama(target.identity.vocab_size, layers=1)
     export_draft_model(draft, target, export, dtype=torch.float32, num_speculative_tokens=GAMMA, checkpoint_step=1)
-    weights = load_file(export / "model.safetensors")
-    del weights["model.layers.0.mlp.up_proj.weight"]
+    measured, weights = reading(target, export), load_file(export / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    if change == "another":
+        weights[name] += 1.0
+    else:
+        del weights[name]
     save_file(weights, export / "model.safetensors", metadata={"format": "pt"})
     write_record(export, read_record_unchecked(export))
 
-    made = reload_export(reading(target, export), request_of(target, export))
-    assert made.fresh is not None, made.fault
-    assert made.fresh.num_tensors == made.measured.num_tensors
-    assert "other tensors" in judged(made).reason
+    made = reload_export(measured, request_of(target, export))
+    if change == "another":
+        assert made.fresh is not None, made.fault
+        assert made.fresh.num_tensors == measured.num_tensors
+    wanted = "other tensors" if change == "another" else f"its files lack 1 tensors, such as ['{name}']"
+    assert wanted in judged(made).reason
 
 
 def read_record_unchecked(export: Path) -> ExportRecord:

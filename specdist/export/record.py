@@ -51,7 +51,7 @@ def check_made_for(record: ExportRecord, target: Target) -> None:
             f"target {target.identity.model_id}: weights {target.identity.weights_sha256[:12]}, but the export was "
             f"made for {record.target.model_id} with {record.target.weights_sha256[:12]}; give that one"
         )
-    if others := [name for name in record.target.differences(target.identity) if name != "model_id"]:
+    if others := record.target.differences(target.identity):
         logger.warning(
             "target %s: its %s is not the one that the drafter was trained and measured with, so fewer of its tokens "
             "are accepted; give the target as it was",

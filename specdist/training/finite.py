@@ -64,7 +64,7 @@ class StepWatch(TrainerCallback):
 
     def end(self, trainer: Trainer, gradient_norm: Tensor | float | None) -> Tensor | float | None:
         """The trainer's current step ends, with this norm (None where DeepSpeed keeps it), which is returned."""
-        finite = torch.ones((), dtype=torch.bool, device=self._losses[0].device)
+        finite = torch.ones((), dtype=torch.bool, device=trainer.args.device)
         if gradient_norm is not None and not trainer.args.fp16:  # an overflow there is skipped, the loss scaled down
             whole = gradient_norm.full_tensor() if isinstance(gradient_norm, DTensor) else gradient_norm
             finite = torch.isfinite(torch.as_tensor(whole, device=finite.device))
