@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from specdist.dataset import features
 from specdist.dataset.features import target_states
-from specdist.errors import ArtifactError
+from specdist.errors import ArtifactError, ConfigError
 from specdist.target import output_projection
 
 ROWS = [(4, 9), (11, 3), (2, 20), (7, 1), (5, 5)]
@@ -56,7 +56,7 @@ class Sharper(NormedLater):
 def test_t11_states_that_do_not_give_the_targets_logits_are_refused(
     tmp_path: Path, kind: type[LlamaForCausalLM], dtype: torch.dtype
 ) -> None:
-    with pytest.raises(ArtifactError, match="logits that differ from its own by"):
+    with pytest.raises(ConfigError, match="not what its output projection makes of its states: they differ by"):
         states_of(examples(ROWS), tmp_path / "states", kind(make_tiny_llama(268).config).to(dtype))
     assert not list(tmp_path.glob("states/*.safetensors"))
 

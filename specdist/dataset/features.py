@@ -23,7 +23,7 @@ from specdist.dataset.examples import column_lengths
 from specdist.errors import ArtifactError
 from specdist.progress import track
 from specdist.provenance import atomic_path, remove_leftovers
-from specdist.target import backbone, output_projection
+from specdist.target import backbone, check_projection
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def target_states(directory: Path, examples: Dataset, load_model: Callable[[], P
 
     Shards that are there are kept, so that a killed run continues; processes share the work, and no other run may work
     in `directory`. Row i of an example's states produced its completion token i. Raises ArtifactError where the disk
-    lacks room for the shards that are missing, or where the states do not give the target's own logits.
+    lacks room for the shards that are missing, and as `check_projection`.
     """
     state = PartialState()
     lengths = column_lengths(examples, "input_ids") - np.array(examples["prompt_length"])
@@ -99,7 +99,7 @@ def _write(
     directory: Path, examples: Dataset, model: PreTrainedModel, bounds: list[tuple[int, int]], shards: list[int]
 ) -> None:
     total = sum(bounds[i][1] - bounds[i][0] for i in shards)
-    _check_logits(model, examples[0]["input_ids"])
+    check_projection(model)
     progress = iter(track(range(total), total, "target's states", logger))
     for shard in shards:
         members = examples.select(range(*bounds[shard]))
@@ -133,24 +133,3 @@ def _states(model: PreTrainedModel, rows: list[dict[str, Any]]) -> list[Tensor]:
         ids[b, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
     hidden = backbone(model)(input_ids=ids.to(model.device), use_cache=False).last_hidden_state.cpu()  # [B, T, D]
     return [hidden[b, row["prompt_length"] - 1 : len(row["input_ids"]) - 1].clone() for b, row in enumerate(rows)]
-
-
-@torch.inference_mode()
-def _check_logits(model: PreTrainedModel, token_ids: list[int]) -> None:
-    """Raise ArtifactError unless the output projection of the final states gives the target's own logits.
-
-    They may differ by rounding in the target's dtype; a wrong scale, cap or norm is far beyond it.
-    """
-    projection = output_projection(model, model.config)
-    device = projection.weight.device  # the last one, where the target is spread over several
-    ids = torch.tensor([token_ids], device=model.device)
-    states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state.to(device)  # [1, T, D]
-    own = model(input_ids=ids, use_cache=False).logits.to(device).float()  # [1, T, V]
-    difference = float((projection.of(states) - own).norm() / own.norm())
-    tolerance = max(4 * torch.finfo(model.dtype).eps, 1e-3)  # at least that of TF32
-    if not difference <= tolerance:  # also where one is not a number
-        raise ArtifactError(
-            f"{type(model).__name__}: its last_hidden_state under its output projection gives logits that differ from "
-            f"its own by {difference:.1%}, expected {tolerance:.1%} at most (no final norm, or a scale of another "
-            "kind?), so its states cannot stand for its distribution; set target_distribution: top"
-        )
