@@ -21,6 +21,8 @@ from specdist.errors import ArtifactError
 from specdist.redaction import redacted_arguments
 
 _PACKAGES = ("specdist", "torch", "transformers", "trl", "datasets", "accelerate", "peft", "wandb", "mlflow-skinny")
+_UMASK = os.umask(0o077)  # can only be read by being set
+os.umask(_UMASK)
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -54,9 +56,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file(path: Path) -> None:
+def _finish_file(path: Path) -> None:
+    """Sync a file, and let all read it whom the umask lets: safetensors writes files for their owner alone."""
     with path.open("rb") as file:  # not to write, which the file's mode may forbid
         os.fsync(file.fileno())
+    path.chmod(path.stat().st_mode | (0o444 & ~_UMASK))
 
 
 @contextmanager
@@ -66,7 +70,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         yield temporary
-        _sync_file(temporary)
+        _finish_file(temporary)
         os.replace(temporary, path)
         sync_directory(path.parent)
     finally:
@@ -83,7 +87,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                _sync_file(file)
+                _finish_file(file)
         sync_directory(temporary)
         if path.exists():
             old = path.with_name(f".old-{uuid.uuid4().hex[:8]}-{path.name}")

@@ -8,6 +8,8 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,16 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Pr
     model.save_pretrained(directory)
     tiny_tokenizer.save_pretrained(directory)
     return directory
+
+
+@contextmanager
+def bound_by_permissions() -> Iterator[None]:
+    """Root is not: it acts as nobody meanwhile."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

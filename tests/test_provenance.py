@@ -3,9 +3,13 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from specdist import provenance
 from specdist.errors import ConfigError
@@ -57,3 +61,16 @@ def test_an_endpoint_is_named_without_its_password() -> None:
     with pytest.raises(ConfigError) as error:
         JsonServer("ftp://me:SECRET@host")
     assert "SECRET" not in str(error.value)
+
+
+@pytest.mark.parametrize("make", [provenance.atomic_path, provenance.atomic_directory])
+def test_what_is_written_can_be_read_by_those_whom_the_umask_lets(
+    tmp_path: Path, make: Callable[[Path], AbstractContextManager[Path]]
+) -> None:
+    """A server may run as somebody else; safetensors writes files that their owner alone can read."""
+    with make(tmp_path / "new") as temporary:
+        file = temporary / "model.safetensors" if temporary.is_dir() else temporary
+        save_file({"weight": torch.zeros(2)}, file)
+    written = tmp_path / "new" / "model.safetensors" if (tmp_path / "new").is_dir() else tmp_path / "new"
+    (tmp_path / "usual").write_text("")
+    assert written.stat().st_mode & 0o444 == (tmp_path / "usual").stat().st_mode & 0o444

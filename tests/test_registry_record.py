@@ -6,13 +6,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import bound_by_permissions
 from registry_factory import (  # noqa: F401
     MODEL,
     content_of,
@@ -246,19 +245,6 @@ def test_g8_a_registry_that_cannot_be_written_is_named_before_training(
         patch.setattr(store.os, "fsync", disk_full)
         with pytest.raises(ArtifactError, match=r"new: the registry cannot be written .*No space left"):
             check_writable(tmp_path / "new")
-
-
-@contextmanager
-def bound_by_permissions() -> Iterator[None]:
-    """Root is not: it acts as nobody meanwhile."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_g8_a_read_only_registry_can_be_read_but_not_written() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from types import SimpleNamespace as NS
 from typing import NamedTuple
 
 import pytest
+import torch
+from conftest import bound_by_permissions
 from distill_factory import PROMPTS, build
 from filelock import FileLock
 from transformers import PreTrainedModel
@@ -291,3 +294,17 @@ def test_runs_side_by_side_take_turns_at_the_targets_states(tiny_target_dir: Pat
     for thread in (first, second):
         thread.join(60)
     assert [path.name for path in dataset.rglob("*.safetensors")] == ["00000.safetensors"]
+
+
+def test_states_that_lie_in_a_dataset_for_reading_alone_are_read(tiny_target_dir: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own are below one that only its user may enter
+        Path(directory).chmod(0o755)
+        run = begin(Path(directory), tiny_target_dir)
+        dataset = Path(directory) / "dataset"
+        data = TrainingData(dataset, build(dataset, PROMPTS[:3]), training_examples(dataset, max_length=500))
+        made = _states(run, data, lambda: run.target_model("float32"), 500)
+        next(dataset.glob("*.lock")).unlink()
+        dataset.chmod(0o555)
+        with bound_by_permissions():
+            assert torch.equal(_states(run, data, pytest.fail, 500).of(0), made.of(0))
+        dataset.chmod(0o755)

@@ -1,5 +1,6 @@
 """Owns the data stage: the target's answers to train on, and its answers to evaluate on with its own states."""
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,12 +38,17 @@ _EMBEDDED = "transformers"
 def sole_writer(run: Run, directory: Path) -> Iterator[None]:
     """Let one run at a time work in a directory: runs of one target share datasets, and may be started side by side.
 
-    All processes of a run call this; the lock lies beside the directory.
+    All processes of a run call this; the lock lies beside the directory. Where nobody may write, as in a dataset that
+    is shared for reading, there is none.
     """
     lock = FileLock(directory.with_suffix(".lock"))
     if run.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EROFS) or not directory.is_dir():
+                raise
     run.state.wait_for_everyone()
     try:
         yield
