@@ -1,5 +1,6 @@
 """The start of a run: what is found before work begins, and who may write where."""
 
+import errno
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from specdist.stages.arguments import parse
 from specdist.stages.data import TrainingData
 from specdist.stages.distillation import _states
 from specdist.stages.process import asked_processes
+from specdist.stages.run import run_recipe
 from specdist.stages.start import LOCK_FILE, PROVENANCE_FILE, RUN_FILE, start
 
 SIZE = TrainedSize.whole(250_000)
@@ -308,3 +310,16 @@ def test_states_that_lie_in_a_dataset_for_reading_alone_are_read(tiny_target_dir
         with bound_by_permissions():
             assert torch.equal(_states(run, data, pytest.fail, 500).of(0), made.of(0))
         dataset.chmod(0o755)
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.EIO, False)])
+def test_a_full_disk_ends_a_recipe_with_what_to_do(
+    caplog: pytest.LogCaptureFixture, number: int, is_told: bool
+) -> None:
+    def write() -> int:
+        raise OSError(number, os.strerror(number), "checkpoint-7/optimizer.pt")
+
+    with pytest.raises(SystemExit if is_told else OSError) as ended:
+        run_recipe(write)
+    assert ("'checkpoint-7/optimizer.pt'; make room" in caplog.text) is is_told
+    assert not is_told or ended.value.code == 2

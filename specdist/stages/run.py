@@ -1,5 +1,6 @@
 """Owns what a run of a recipe is: its configuration, target and prompts, where its artefacts lie, and how it ends."""
 
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from specdist.registry.store import Registry
 from specdist.target import Target
 
 logger = logging.getLogger(__name__)
+
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # where a file should be written
 
 
 @dataclass
@@ -86,6 +89,11 @@ def run_recipe(body: Callable[[], int]) -> None:
         status = body()
     except SpecdistError as error:
         logger.error("error: %s", error)
+        status = 2
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise  # with its traceback: a fault of ours, or of the machine
+        logger.error("error: %s; make room or mend permissions, and start the run again: it goes on", error)
         status = 2
     sys.exit(status)
 
