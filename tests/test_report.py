@@ -13,6 +13,7 @@ from report_factory import divergence, make_report, make_speed
 
 from specdist.errors import ArtifactError
 from specdist.evaluation.page import render_page
+from specdist.evaluation.page_parts import bounds
 from specdist.evaluation.pictures import draw_pictures
 from specdist.evaluation.report import read_report, summary_table, write_report
 from specdist.evaluation.summary import gain_over_untrained, sentences
@@ -283,3 +284,8 @@ def test_a_report_written_before_there_were_trees_or_batches_still_loads(report:
     for point in plain["speed"]["points"]:
         del point["num_tree_nodes"]
     assert EvalReport.from_json(plain) == report
+
+
+def test_an_interval_of_no_width_is_not_told_as_certainty() -> None:
+    assert bounds([1.026, 1.026], 3) == "-"
+    assert bounds([1.137, 1.238], 3) == "1.137 to 1.238"

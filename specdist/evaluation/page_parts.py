@@ -110,7 +110,9 @@ def figures(pictures: Sequence[Picture]) -> str:
 
 
 def bounds(interval: Sequence[float], digits: int = 2) -> str:
-    """An interval in words."""
+    """An interval in words; "-" where it has no width, as over a single prompt, which is no certainty."""
+    if len(set(interval)) == 1:
+        return "-"
     return " to ".join(f"{bound:.{digits}f}" for bound in interval)
 
 
