@@ -88,11 +88,11 @@ def _data_needs(run: Run) -> dict[Path, int]:
 
 
 def _run_bytes(run: Run, trained: TrainedSize) -> int:
-    """Most that is still to be written in the run's directory: initial model, checkpoints with AdamW's moments beside
-    the newest, export, and the texts of a target that learns as well."""
+    """Most that is still to be written in the run's directory: initial model, checkpoints with AdamW's moments in
+    the two newest, export, and the texts of a target that learns as well."""
     if _is_trained(run):
         return 0 if run.export.exists() else 4 * trained.total
-    kept, moments, copies = max(2, run.config.training.save_total_limit or 4), 4, 2  # two checkpoints have moments
+    kept, moments, copies = max(2, run.config.training.save_total_limit or 4), 4, 2
     needed = 4 * (trained.learned * (kept + moments) + trained.total * copies)
     if getattr(run.config.model, "changes_target", False):
         hidden = run.target.config.get_text_config().hidden_size
