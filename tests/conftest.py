@@ -17,7 +17,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings, many times so beside other tests
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What a test starts may take all cores; the tests after it do not."""
+    yield
+    torch.set_num_threads(1)
+
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
