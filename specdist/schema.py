@@ -13,9 +13,6 @@ from specdist.schema_heads import HeadsReport
 from specdist.schema_quality import TargetQuality
 from specdist.schema_reload import Reload
 
-VERDICTS = ("promote", "hold", "reject")
-DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
-
 
 @dataclass(frozen=True)
 class SamplingSpec(Record):
